@@ -4,9 +4,9 @@ Most tests write real files of a tiny model with `save`, damage or delete some o
 """
 
 import dataclasses
-import json
 import os
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -62,7 +62,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
     assert (tmp_path / "model_00007.pt").stat().st_size < saved.num_params() * 4 + 20_000
 
 
-def test_only_a_complete_step_counts(tmp_path):
+def test_only_a_complete_step_counts(tmp_path, tiny_args):
     assert names.latest_step(tmp_path) is None and names.latest_step(tmp_path / "missing") is None
     for step in (1, 2, 99_999, 100_000):  # by number: model_100000.pt sorts before model_99999.pt
         save(tmp_path, step)
@@ -81,12 +81,12 @@ def test_only_a_complete_step_counts(tmp_path):
     (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) // 2])
     assert names.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
 
-
-def test_a_run_begins_where_its_first_save_was_killed(tiny_args, tmp_path):
-    """Between the renames."""
-    names.optim_path(tmp_path, 1).write_bytes(b"content")
-    train_quickstart(tiny_args, tmp_path, "--resume", "auto", "--max-steps", "1")
-    assert checkpoint.read_train_state(tmp_path)["step"] == 1
+    # A run whose first save was killed between the renames begins anew.
+    new = tmp_path / "new"
+    new.mkdir()
+    names.optim_path(new, 1).write_bytes(b"content")
+    train_quickstart(tiny_args, new, "--resume", "auto", "--max-steps", "1")
+    assert checkpoint.read_train_state(new)["step"] == 1
 
 
 @pytest.mark.parametrize("change, named", [
@@ -127,10 +127,15 @@ def test_what_is_no_checkpoint_is_named_with_its_import(tmp_path):
 
 def test_an_error_of_the_disk_is_not_blamed_on_the_file(one_run, monkeypatch):
     """It may be gone at the next start, and what it says of the file is not true."""
-
     monkeypatch.setattr(torch, "load", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         checkpoint.read_train_state(one_run)
+
+
+@pytest.mark.parametrize("change", [{"n_layer": 2.5}, {"n_head": True}, {"bias": "False"}, {"unheard_of": 1}])
+def test_a_network_of_odd_numbers_is_refused(change):
+    with pytest.raises((ValueError, TypeError)):
+        checkpoint.read_network(dataclasses.asdict(SMALL) | change)
 
 
 # ------------------------------------------------------------------------- writing
@@ -194,69 +199,46 @@ def test_metrics_are_on_disk_before_their_checkpoint(tiny_args, tmp_path, disk_c
     assert disk_calls.index("sync metrics.jsonl") < disk_calls.index("sync .optim_00001.pt.part")
 
 
-def test_a_failed_write_loses_nothing(tmp_path, monkeypatch):
+def test_a_failed_write_loses_nothing(tmp_path):
+    """Its cause is raised, not what torch makes of it. With the next save the same writer recovers."""
     save(tmp_path / "run", 1)
-    real_save = torch.save
-
-    def save_to_a_full_disk(content, f):
-        real_save({"half": torch.zeros(10)}, f)
-        raise OSError(28, "No space left on device")
-
-    # The disk is full at the save of a run, which reports it when it waits.
-    monkeypatch.setattr(torch, "save", save_to_a_full_disk)
     writer = checkpoint.CheckpointWriter(tmp_path / "run")
-    writer.save(2, checkpoint.model_file(GPT(SMALL), 2), {"step": 2})
-    with pytest.raises(OSError, match=r"(?s)No space left.*newest complete step: 1"):
-        writer.finish()
-    assert file_names(tmp_path / "run") == ["model_00001.pt", "optim_00001.pt"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        writer.save(2, checkpoint.model_file(GPT(SMALL), 2), {"step": 2})
+        with pytest.raises(UserError, match=r"(?s)step 2 \(OSError: \[Errno 27\]"):
+            writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
 
-    # Somebody has freed space, and moved the folder away: the same writer recovers.
-    monkeypatch.undo()
+    # Somebody has moved the folder away.
     (tmp_path / "run").rename(tmp_path / "moved")
     writer.save(4, checkpoint.model_file(GPT(SMALL), 4), {"step": 4})
     writer.finish()
     assert names.complete_steps(tmp_path / "run") == [4]
 
 
-def test_a_last_write_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch):
-    """By the save at the end of the run: the weights are still in memory. If that fails, too, the run has failed."""
-    write, failures = checkpoint.write, [1, 2, 3]
-
-    def fail(path, content):
-        if failures:
-            failures.pop()
-            raise OSError(28, "No space left on device")
-        write(path, content)
-
-    monkeypatch.setattr(checkpoint, "write", fail)
-    flags = [*tiny_args, "--max-steps", "1"]
-    with pytest.raises(OSError, match=r"(?s)No space left.*newest complete step: None"):
-        train_quickstart(flags, tmp_path / "a")
-    assert len(failures) == 1
-    assert names.complete_steps(train_quickstart(flags, tmp_path / "b")) == [1]
-
-
-def limit_the_size_of_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-
-
-def test_a_save_that_can_never_succeed_ends_the_run(tiny_args, tmp_path, start_script):
-    """At the first one, with a status by which nothing restarts it."""
-    flags = [*tiny_args, "--max-steps", "100000", "--out-dir", tmp_path / "run"]
-    env = {"TRAIN_STATUS_FILE": str(tmp_path / "status")}
-    script = start_script("train_gpt2.py", "quickstart", *flags, prepare=limit_the_size_of_files, env=env)
-    assert script.wait().exit_code == 1 and "step 3 (OSError: [Errno 27]" in script.output, script.output
-    assert json.loads((tmp_path / "status").read_text())["status"] == "user_error"
-    assert not list((tmp_path / "run").glob("*.pt"))
-
-
-@pytest.mark.parametrize("change", [
-    {"n_layer": 2.5}, {"n_head": True}, {"bias": "False"}, {"n_embd": 2**21}, {"activation": ["relu2"]},
-    {"unheard_of": 1}, {"positions": "rope", "block_size": 2**20, "n_embd": 2**12},
+@pytest.mark.parametrize("number, failures, error, writes", [
+    (28, 1, None, 3),  # by the save at the end of the run: the weights are still in memory
+    (28, 9, OSError, 2),  # the run has failed, and is restarted
+    (27, 9, UserError, 1),  # that can never succeed ends the run at once
 ])  # fmt: skip
-def test_a_network_of_odd_numbers_or_all_memory_is_refused(change):
-    with pytest.raises((ValueError, TypeError)):
-        checkpoint.read_network(dataclasses.asdict(SMALL) | change)
+def test_a_save_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch, number, failures, error, writes):
+    real_write, paths = checkpoint.write, []
+
+    def write(path, content):
+        paths.append(path)
+        if len(paths) <= failures:
+            raise OSError(number, "planted")
+        real_write(path, content)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    flags = ["--save-every", "1", "--max-steps", "100"] if number == 27 else ["--max-steps", "1"]
+    with pytest.raises(error, match="planted") if error else nullcontext():
+        train_quickstart([*tiny_args, *flags], tmp_path / "run")
+    assert len(paths) == writes and names.complete_steps(tmp_path / "run") == ([] if error else [1])
 
 
 def test_training_may_change_what_is_being_written(tmp_path):

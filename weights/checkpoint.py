@@ -85,29 +85,25 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
 
 
 def read_network(saved: dict[str, Any]) -> GPTConfig:
-    """The network that a file describes, which may come from anywhere: what is no number of its type, or asks for all
-    memory, raises ValueError or TypeError."""
+    """The network that a file describes, which may come from anywhere. Raises ValueError or TypeError."""
     # GPTConfig has a default for it, and no tensor tells.
     if "n_head" not in saved:
         raise ValueError("it does not say n_head")
     config = GPTConfig.from_dict(saved)
     for field in fields(config):
         value = getattr(config, field.name)
-        if type(value) is not type(field.default) or (type(value) is int and value > 2**20):
-            raise ValueError(f"{field.name} {value!r:.99} is no {type(field.default).__name__}, or above {2**20}")
-    if config.positions == "rope" and config.block_size * config.head_size > 2**26:
-        raise ValueError(f"rope's table for block_size {config.block_size} would have more than 2**26 numbers")
+        if type(value) is not type(field.default):
+            raise ValueError(f"{field.name} {value!r:.99} is no {type(field.default).__name__}")
     return config
 
 
 def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
-    """The GPT (in eval mode) of weights that come from a file. Raises ValueError or RuntimeError if they are not dense
+    """The GPT (in eval mode) of weights that come from a file. Raises ValueError or RuntimeError if they are not finite
     float32 numbers, or do not fit the config, which may ask for a million layers."""
     if config.n_layer > len(weights):
         raise ValueError(f"{len(weights)} tensors for a config with {config.n_layer} layers")
     for name, tensor in weights.items():
-        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if not is_dense or tensor.dtype != torch.float32 or not tensor.isfinite().all():
+        if tensor.dtype != torch.float32 or not tensor.isfinite().all():
             raise ValueError(f"{name} has numbers that are not float32, or not finite")
     return GPT.from_state_dict(config, weights).eval()
 
@@ -135,10 +131,8 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a file that torch.save wrote: tensors (on the CPU, memory-mapped) and plain containers.
-
-    Pickled code in the file never runs. Raises UserError if the file is missing, damaged or not of this project.
-    """
+    """Read a checkpoint file. Pickled code in it never runs. Raises UserError if the file is missing, damaged or not of
+    this project."""
     require(path.is_file(), f"no checkpoint {path}; {describe_runs(path.parent)}")
     fix = "move the files of its step away, and --resume auto uses the one before"
     fix += f"; build-nanogpt's or nanoGPT's first: python hub.py import {shlex.quote(str(path))} OUT_DIR"
@@ -149,17 +143,19 @@ def read_file(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
         require(damaged is None, f"{damaged} has changed since it was written")
 
-        # weights_only: torch's restricted unpickler, which refuses everything but tensors and plain containers. Its
-        # own words for that tell how to run the code.
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except UnpicklingError:
-            raise UserError("it holds pickled objects, which are never run") from None
-
         # A bare state dict of another program has no format number.
-        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
-        require(is_ours, f"it has no format number {FORMAT}")
+        content = load_tensors(path)
+        require(content.get("format") == FORMAT, f"it has no format number {FORMAT}")
     return content
+
+
+def load_tensors(path: Path) -> Any:
+    """What torch.save has written: tensors (on the CPU, memory-mapped) and plain containers; UserError for all else."""
+    # weights_only: torch's restricted unpickler, whose own words for what it refuses tell how to run the code.
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError:
+        raise UserError("it holds pickled objects, which are never run") from None
 
 
 # ------------------------------------------------------------------------- writing

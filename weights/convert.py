@@ -24,30 +24,26 @@ import importlib.util
 import json
 import re
 import shutil
-import zipfile
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import GPT, VOCAB_SIZE, GPTConfig
-from system.cli import UserError, explain_errors, print0, require
+from system.cli import explain_errors, print0, require
 from system.huggingface import open_hub
 from tokens import tokenizer
-from weights.checkpoint import build_model, read_network
+from weights.checkpoint import build_model, load_tensors, read_network
 
 # Where transformers stores weights: in one file, or in the parts that the index names.
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 
-OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-
-# What is read of a repository before its weights.
+# What is read of a repository before its weights, and the weights.
 SMALL_FILES = ["config.json", INDEX, "tokenizer.json", "vocab.json"]
+WEIGHT_FILES = ["model*.safetensors"]
 
 # Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -108,37 +104,29 @@ def load_hf(name_or_dir: str | Path) -> GPT:
             folder = download(name, SMALL_FILES)
         config, has_gpt2_layout = read_config(folder)
         check_tokenizer(folder)
+        if not is_here:
+            download(name, WEIGHT_FILES)
 
         # The weights: one file or, without it, the parts that the index names. Others may lie beside them.
-        names = {WEIGHTS}
-        if not is_here:
-            download(name, [WEIGHTS])
+        files = {WEIGHTS}
         if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-            names = {Path(part).name for part in read_json(folder / INDEX)["weight_map"].values()}
-            if not is_here:
-                download(name, sorted(names))
+            files = {Path(part).name for part in read_json(folder / INDEX)["weight_map"].values()}
         weights: dict[str, Tensor] = {}
-        for file in sorted(names):
+        for file in files:
             fix = "if it has a pytorch_model.bin, load that with transformers, and save_pretrained"
             require((folder / file).is_file(), f"it has no {file}; {fix}")
             weights |= load_file(folder / file)
-        weights = clean_names(weights)
+        weights = clean_weights(weights)
         if has_gpt2_layout:
-            weights = from_gpt2_weights(weights)
-
-        # A head that differs from the embedding is kept, as transformers keeps it, whatever the config says.
-        if config.tied_head:
-            wte = weights["transformer.wte.weight"]
-            head = weights.setdefault("lm_head.weight", wte)
-            config = replace(config, tied_head=torch.equal(head, wte))
-        return build_model(config, {name: weight.float() for name, weight in weights.items()})
+            weights = transpose_conv1d(weights)
+        return build(config, weights)
 
 
-def download(name: str, files: list[str]) -> Path:
+def download(name: str, patterns: list[str]) -> Path:
     """Download these files of a repository, as far as it has them, into the Hub's cache; returns the folder. Raises
     UserError."""
     with open_hub() as api:
-        return Path(api.snapshot_download(name, allow_patterns=files))
+        return Path(api.snapshot_download(name, allow_patterns=patterns))
 
 
 def read_json(path: Path) -> Any:
@@ -159,41 +147,46 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     for name, supported in GPT2_FIXED.items():
         value = hf_config.get(name, supported)
         require(value == supported, f"its {name} is {value!r:.99}; only {supported!r} is supported")
-    n_inner = hf_config.get("n_inner") or 4 * hf_config["n_embd"]
-    require(n_inner == 4 * hf_config["n_embd"], f"its n_inner is {n_inner!r:.99}; only 4 * n_embd is supported")
-    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
-    hf_name = hf_config.get("activation_function", "gelu_new")
-    require(hf_name in activations, f"its activation_function is {hf_name!r:.99}; only {[*activations]} are supported")
     sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
+    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
+    activation = activations[hf_config.get("activation_function", "gelu_new")]
     is_tied = hf_config.get("tie_word_embeddings", True)
-    return read_network({**sizes, "tied_head": is_tied, "activation": activations[hf_name]}), True
+    return read_network({**sizes, "tied_head": is_tied, "activation": activation}), True
 
 
 def check_tokenizer(folder: Path) -> None:
     """Raise UserError if a model comes with another tokenizer than GPT-2's, whose tokens would be nonsense here. One
     late token tells: its id is the number of merges before it."""
-    tokens: dict[str, int] = {}
     if (folder / "tokenizer.json").is_file():
         tokens = read_json(folder / "tokenizer.json")["model"]["vocab"]
     elif (folder / "vocab.json").is_file():
         tokens = read_json(folder / "vocab.json")
-    is_gpt2s = not tokens or (isinstance(tokens, dict) and tokens.get("Ġgazed") == 50255)
-    require(is_gpt2s, f"its tokenizer, of {len(tokens)} tokens, is not GPT-2's; use transformers")
+    else:
+        return
+    require(tokens.get("Ġgazed") == 50255, f"its tokenizer, of {len(tokens)} tokens, is not GPT-2's; use transformers")
 
 
-def clean_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights without causal masks, and without what torch.compile, DDP and the class for transformers put before
-    their names."""
-    cleaned = {re.sub(PREFIXES, "", name): weight for name, weight in weights.items()}
-    return {name: weight for name, weight in cleaned.items() if not name.endswith(MASK_BUFFERS)}
+def clean_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in float32 under the names of model.py, without causal masks."""
+    cleaned = {}
+    for name, weight in weights.items():
+        name = re.sub(PREFIXES, "", name)
+        # OpenAI's files on the Hub leave it out.
+        if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
+            name = f"transformer.{name}"
+        if not name.endswith(MASK_BUFFERS):
+            cleaned[name] = weight.float()
+    return cleaned
 
 
-def from_gpt2_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a GPT2LMHeadModel as the state dict of a GPT (model.py)."""
-    # OpenAI's first files on the Hub have neither a head nor the prefix "transformer.".
-    prefixes = ("transformer.", "lm_head.")
-    weights = {name if name.startswith(prefixes) else f"transformer.{name}": w for name, w in weights.items()}
-    return transpose_conv1d(weights)
+def build(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
+    """The GPT of a config and clean weights. A tied head may be missing, and one that differs from the embedding is
+    kept, whatever the config says, as transformers keeps it."""
+    if config.tied_head:
+        wte = weights["transformer.wte.weight"]
+        head = weights.setdefault("lm_head.weight", wte)
+        config = replace(config, tied_head=torch.equal(head, wte))
+    return build_model(config, weights)
 
 
 def transpose_conv1d(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -217,9 +210,8 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
 
     # Whatever has a row for each token of the vocabulary, (padded V, ...) -> (V, ...).
     weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
-    rows = V = model.config.vocab_size
-    if tokenizer.has_gpt2_tokens(rows):
-        V = VOCAB_SIZE
+    rows = model.config.vocab_size
+    V = VOCAB_SIZE if tokenizer.has_gpt2_tokens(rows) else rows
     trimmed = {name: w[:V] if w.shape[:1] == (rows,) else w for name, w in weights.items()}
     config = replace(model.config, vocab_size=V)
 
@@ -230,8 +222,8 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
 
     out_dir.mkdir(parents=True)
     try:
-        compute_logits = (save_with_code if needs_code else save_gpt2)(config, trimmed, out_dir)
-        check_logits(GPT.from_state_dict(model.config, weights), compute_logits, V)
+        exported = (save_with_code if needs_code else save_gpt2)(config, trimmed, out_dir)
+        check_logits(GPT.from_state_dict(model.config, weights), exported, V)
         if V == VOCAB_SIZE:
             save_hf_tokenizer(out_dir, config.block_size)
     except BaseException:
@@ -241,25 +233,20 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
 
 
 @torch.no_grad()
-def check_logits(model: GPT, compute_logits: Callable[[Tensor], Tensor], V: int) -> None:
-    """Raise UserError unless an export of V tokens gives the model's logits at the end of a full context. So a change
-    of model.py that has no field in GPTConfig is not exported as the network that the config describes."""
+def check_logits(model: GPT, exported: nn.Module, V: int) -> None:
+    """Raise UserError unless an export of V tokens gives the model's logits in a full context. So a change of model.py
+    that has no field in GPTConfig is not exported as the network that the config describes."""
     idx = (torch.arange(model.config.block_size) % V)[None]  # (1, T)
-    expected = last_logits(model, idx)[..., :V]  # (1, 16, V)
-    difference = (compute_logits(idx) - expected).abs().max() / expected.std()
+    expected = model(idx)[0][..., :V]  # (1, T, V)
+    difference = (exported(idx)[0] - expected).abs().max() / expected.std()
     problem = f"the export computes another network: its logits are {difference:.1g} of their standard deviation off"
     fix = "give your change of model.py a field in GPTConfig, whose default means off"
     require(difference < LOGITS_TOLERANCE, f"{problem}; {fix}")
     print0(f"compared: its logits differ from the model's by {difference:.1g} of their standard deviation")
 
 
-def last_logits(model: GPT, idx: Tensor) -> Tensor:
-    """The logits (1, 16, V) at the last 16 positions of idx (1, T)."""
-    return model.logits(model.hidden(idx)[:, -16:])
-
-
-def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
-    """Let transformers save a GPT2LMHeadModel. Returns `last_logits` of what was saved."""
+def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> nn.Module:
+    """Let transformers save a GPT2LMHeadModel. Returns it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     hf_config = GPT2Config(
@@ -276,13 +263,12 @@ def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Ca
     hf_model.load_state_dict(biases | transpose_conv1d(weights), assign=True)
     hf_model.tie_weights()
     hf_model.save_pretrained(folder)
-    hf_model.eval()
-    return lambda idx: hf_model(idx, logits_to_keep=16).logits
+    return hf_model.eval()
 
 
-def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> Callable[[Tensor], Tensor]:
-    """Save a network that transformers has no class for, with model.py and a thin class around it. Returns
-    `last_logits` of what was saved."""
+def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> nn.Module:
+    """Save a network that transformers has no class for, with model.py and a thin class around it. Returns the network
+    that is read from there."""
     from safetensors.torch import save_file
 
     import model
@@ -306,7 +292,7 @@ def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) 
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     shutil.copy(model.__file__, folder)
     shutil.copy(Path(__file__).with_name("modeling_gpt.py"), folder)
-    return lambda idx: last_logits(load_hf(folder), idx)
+    return load_hf(folder)
 
 
 def save_hf_tokenizer(folder: Path, max_length: int) -> None:
@@ -344,49 +330,37 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     from the config in the file. Raises UserError if the file is anything else.
     """
     with explain_errors(f"{path} is not a build-nanogpt or nanoGPT checkpoint", "nothing in it was run"):
-        # torch names what it would call in a file; before version 1.6 its files were no zip archives, and it cannot.
-        is_zip = zipfile.is_zipfile(path)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        # torch names what it would call in the file.
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(PickledObject, name) for name in names]):
-            try:
-                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-            except UnpicklingError:
-                problem = "it holds pickled code, or pickled objects in torch's format before 1.6"
-                raise UserError(f"{problem}; where it was made, save only its tensors and numbers") from None
+            saved = load_tensors(Path(path))
         require("format" not in saved, "it is a checkpoint of this project already; it needs no import")
-        require("model" in saved, "it has no weights under 'model', as a bare state dict or a pytorch_model.bin")
         return build_old(saved)
 
 
 def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
     """The GPT and the step in the contents of an old checkpoint. Raises KeyError and others if they do not fit."""
-    weights = {name: weight.float() for name, weight in clean_names(saved["model"]).items()}
-    wte = weights["transformer.wte.weight"]  # (V, C)
+    weights = clean_weights(saved["model"])
     wpe = weights["transformer.wpe.weight"]  # (block_size, C)
-    # A tied head may be stored once, under the name of the embedding.
-    head = weights.setdefault("lm_head.weight", wte)
 
     # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`. No tensor
     # tells how many heads there are, and another number would compute something else.
     is_nanogpt = "model_args" in saved
-    network_args = saved.get("model_args", saved.get("config", {}))
+    network_args = saved["model_args"] if is_nanogpt else saved["config"]
     if not isinstance(network_args, dict):
         network_args = vars(network_args)
-    fix = "where it was made, save it again with 'config': {'n_head': the number of heads}"
-    require("n_head" in network_args, f"it does not say n_head; {fix}")
 
     # The network that the tensors fit.
     config = GPTConfig(
         block_size=len(wpe),
-        vocab_size=wte.size(0),
+        vocab_size=len(weights["transformer.wte.weight"]),
         n_layer=len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")}),
         n_head=network_args["n_head"],
-        n_embd=wte.size(1),
+        n_embd=wpe.size(1),
         bias="transformer.ln_f.bias" in weights,
         activation="gelu_erf" if is_nanogpt else "gelu",  # nanoGPT's is the exact one since May 2023
-        tied_head=torch.equal(head, wte),
     )
 
     # A step is only a name for the new file: without one it is 0.
     step = saved.get("step", saved.get("iter_num", 0))  # build-nanogpt's name, nanoGPT's name
-    return build_model(config, weights), step if isinstance(step, int) else 0
+    return build(config, weights), step
