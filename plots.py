@@ -48,11 +48,11 @@ PANELS = {
     ("train_loss", "val_loss"): ("Loss: train (line) and val (points)", "cross-entropy (nats per token)"),
     ("hellaswag_acc_norm",): ("HellaSwag", "accuracy (acc_norm)"),
     ("lr",): ("Learning rate", "learning rate (peak: --max-lr)"),
-    ("grad_norm",): ("Gradient norm before clipping", "global L2 norm (log scale)"),
+    ("grad_norm",): ("Gradient norm before clipping", "global L2 norm"),
     ("tokens_per_second",): ("Speed", "tokens per second"),
 }
-EVALUATIONS = ("val_loss", "hellaswag_acc_norm")  # at few steps: the points are marked
-BINS = 200  # of the steps; a noisy curve is also drawn by the median in each
+EVALUATIONS = ("val_loss", "hellaswag_acc_norm")  # at few steps: drawn as points
+PARTS = 200  # of a long curve, which is also drawn by the median in each
 
 
 # ------------------------------------------------------------------------- reading
@@ -72,9 +72,10 @@ def read_curves(run: str | Path) -> Curves:
     # Several lines may have the same step. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
     for row in metrics.read_metrics(path) if path.suffix == ".jsonl" else read_log(path):
+        step = row.pop("step")
         for key, value in row.items():
-            if key != "step" and isinstance(value, int | float) and math.isfinite(value):
-                values_by_step.setdefault(key, {})[row["step"]] = float(value)
+            if isinstance(value, int | float) and math.isfinite(value):
+                values_by_step.setdefault(key, {})[step] = float(value)
 
     curves = {}
     for key, values in values_by_step.items():
@@ -116,28 +117,20 @@ def choose_reference(folder: Path) -> Reference | None:
 # ------------------------------------------------------------------------- drawing
 
 
-def bin_medians(steps: np.ndarray, values: np.ndarray, last_step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The median of the values in each of BINS equal parts of the steps from 0 to last_step, which a spike does not
-    move: (N,), (N,) -> (n,), (n,) at the middles of the parts that have values."""
-    numbers = steps * BINS // (last_step + 1)  # (N,)
-    found = np.unique(numbers)
-    middles = (found + 0.5) * (last_step + 1) / BINS
-    return middles, np.array([np.median(values[numbers == number]) for number in found])
-
-
-def draw_curve(ax: Axes, key: str, curve: tuple[np.ndarray, np.ndarray], color: str, last_step: int) -> None:
-    """Draw one curve. One with a value at every step is drawn faintly and, over it, by its medians."""
-    steps, values = curve
+def draw_curve(ax: Axes, key: str, steps: np.ndarray, values: np.ndarray, color: str) -> None:
+    """Draw one curve. One with many values is drawn faintly and, over it, by the median in each of PARTS equal parts,
+    which a spike does not move."""
     if key in EVALUATIONS:
-        # No line joins the points of the val loss: beside a train loss that falls steeply between two of them, it would
-        # show a gap that is not there.
-        line = "none" if key == "val_loss" else "--"
-        ax.plot(steps, values, color=color, marker="o", ms=4, mfc="white", ls=line, lw=1.1, zorder=3)
-    elif key == "lr" or last_step < BINS:
+        # No line joins the points: beside a train loss that falls steeply between two of them, it would show a gap that
+        # is not there.
+        ax.plot(steps, values, "o", color=color, ms=4, mfc="white", zorder=3)
+    elif len(steps) < PARTS:
         ax.plot(steps, values, color=color, lw=1.6)
     else:
+        middles = [part.mean() for part in np.array_split(steps, PARTS)]
+        medians = [np.median(part) for part in np.array_split(values, PARTS)]
         ax.plot(steps, values, color=color, lw=0.7, alpha=0.3, zorder=1)
-        ax.plot(*bin_medians(steps, values, last_step), color=color, lw=1.6)
+        ax.plot(middles, medians, color=color, lw=1.6)
 
 
 def draw_public_runs(ax: Axes, key: str, reference: Reference) -> None:
@@ -150,33 +143,26 @@ def draw_public_runs(ax: Axes, key: str, reference: Reference) -> None:
     ax.fill_between(steps, low, high, fc="grey", ec="black", alpha=0.4, lw=0.8, label=f"{label} ({reference.runs})")
 
 
-def draw_panel(ax: Axes, keys: tuple[str, ...], runs: dict[str, Curves], references: list[Reference]) -> None:
+def draw_panel(ax: Axes, keys: tuple[str, ...], runs: list[Curves], references: list[Reference]) -> None:
     """One panel: the curves of all runs, and beside them the figures of others."""
-    last_step = max(int(steps[-1]) for curves in runs.values() for steps, _ in curves.values())
-    x, y = np.empty(0), np.empty(0)  # all points of the panel
-    for i, curves in enumerate(runs.values()):
+    last_step = max(int(steps[-1]) for curves in runs for steps, _ in curves.values())
+    drawn = []
+    for i, curves in enumerate(runs):
         for key in keys:
             if key in curves:
-                draw_curve(ax, key, curves[key], f"C{i % 10}", last_step)
-                x, y = np.append(x, curves[key][0]), np.append(y, curves[key][1])
+                draw_curve(ax, key, *curves[key], f"C{i % 10}")
+                drawn.append(curves[key])
 
     # The y axis shows all but the highest spikes and, of a long run, the highs of its beginning, which would squash the
-    # rest. A rate is compared by its distance from 0, and a norm by its factor.
-    ax.set_xlim(0, max(1, last_step) * 1.01)
-    ax.yaxis.set_major_formatter("{x:,.10g}")
-    late = y[x >= x.max() // 20] if last_step > BINS else y
-    if keys == ("grad_norm",):
-        ax.set_yscale("log", subs=[2, 5])
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("{x:g}")
-    else:
-        low, high = y.min(), np.quantile(late, 0.995)
-        if keys in (("lr",), ("tokens_per_second",)):
-            low = 0.0
-        margin = max(0.06 * (high - low), 1e-3 * high)
-        ax.set_ylim(low and low - margin, high + margin)
-
+    # rest. All but losses and scores are compared by their distance from 0.
+    x, y = np.hstack(drawn)
     key = keys[-1]
+    late = y[x >= x.max() // 20] if last_step > PARTS else y
+    low, high = y.min() if key in EVALUATIONS else 0, np.quantile(late, 0.995)
+    margin = max(0.06 * (high - low), 1e-3 * high)
+    ax.set_ylim(low - margin, high + margin)
+    ax.set_xlim(0, max(1, last_step) * 1.01)
+
     if key in EVALUATIONS:
         for reference in references:
             draw_public_runs(ax, key, reference)
@@ -190,6 +176,7 @@ def draw_panel(ax: Axes, keys: tuple[str, ...], runs: dict[str, Curves], referen
     title, y_label = PANELS[keys]
     ax.set(title=title, xlabel="step", ylabel=y_label)
     ax.xaxis.set_major_formatter("{x:,.10g}")
+    ax.yaxis.set_major_formatter("{x:,.10g}")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -215,13 +202,15 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     from matplotlib.figure import Figure  # pyplot's would need a display
     from matplotlib.lines import Line2D
 
-    curves_by_run = {str(run): read_curves(run) for run in runs}
-    empty = [name for name, curves in curves_by_run.items() if not curves]
-    curves_by_run = {name: curves for name, curves in curves_by_run.items() if curves}
-    problem = f"no measured step in {', '.join(empty)}"
-    require(curves_by_run, f"{problem}; {describe_runs(Path(empty[0]).parent if empty else Path(), 'metrics.jsonl')}")
-    if empty:
-        print0(f"skipped: {problem}")
+    curves_by_run = {}
+    for name in map(str, runs):
+        curves = read_curves(name)
+        if curves:
+            curves_by_run[name] = curves
+        else:
+            print0(f"skipped: no measured step in {name}")
+    problem = f"no measured step in {', '.join(map(str, runs))}"
+    require(curves_by_run, f"{problem}; {describe_runs(Path(runs[0]).parent, 'metrics.jsonl')}")
 
     references: list[Reference] = []
     for name in curves_by_run if reference else ():
@@ -229,22 +218,15 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
         if found and found not in references:
             references.append(found)
 
-    # The loss and HellaSwag have a row each, the others share one.
+    # Two panels side by side.
     measured = {key for curves in curves_by_run.values() for key in curves}
     panels = [keys for keys in PANELS if measured.intersection(keys)]
-    rows = [[keys] for keys in panels if keys[-1] in EVALUATIONS]
-    rest = [keys for keys in panels if keys[-1] not in EVALUATIONS]
-    rows += [rest] if rest else []
-    labels = [describe_run(name, curves) for name, curves in curves_by_run.items()]
-    height = 4.2 * len(rows) + 0.2 * len(labels) + 0.4  # inches
-    figure: Figure = Figure(figsize=(12, height), dpi=110, layout="constrained")
-    grid = figure.add_gridspec(len(rows), 6)  # divides by 1, 2 and 3 panels
-    for i, row in enumerate(rows):
-        width = 6 // len(row)
-        for j, keys in enumerate(row):
-            ax = figure.add_subplot(grid[i, j * width : (j + 1) * width])
-            draw_panel(ax, keys, curves_by_run, references)
+    rows = (len(panels) + 1) // 2
+    figure: Figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")
+    for number, keys in enumerate(panels, 1):
+        draw_panel(figure.add_subplot(rows, 2, number), keys, [*curves_by_run.values()], references)
 
+    labels = [describe_run(name, curves) for name, curves in curves_by_run.items()]
     print0("\n".join(labels))
     lines = [Line2D([], [], color=f"C{i % 10}", lw=2.4) for i in range(len(labels))]
     figure.legend(lines, labels, loc="outside upper center", frameon=False)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from helpers import ROOT, write_jsonl
 
@@ -17,14 +16,17 @@ from system.cli import UserError
 KEYS = ("val_loss", "train_loss", "lr", "grad_norm", "tokens_per_second", "hellaswag_acc_norm")
 
 
-def write_run(folder, steps=300, shift=0.0, keys=KEYS, **config):
-    """A run folder with smooth curves of these keys: evaluated every 50 steps, losses higher by `shift`."""
+def loss_at(step):
+    return 3.5 + 7 * math.exp(-step / 300)
+
+
+def write_run(folder, steps=300, keys=KEYS, **config):
+    """A run folder with smooth curves of these keys, evaluated every 50 steps."""
     rows = []
     for step in range(steps):
-        loss = 3.5 + 7 * math.exp(-step / 300) + shift
-        row = {"train_loss": loss, "lr": 6e-4, "grad_norm": 0.3 + 5 * math.exp(-step / 50), "tokens_per_second": 5e4}
+        row = {"train_loss": loss_at(step), "lr": 6e-4, "grad_norm": 0.3, "tokens_per_second": 5e4}
         if step % 50 == 0:
-            row |= {"val_loss": loss, "hellaswag_acc_norm": 0.25 + step / steps / 20}
+            row |= {"val_loss": loss_at(step), "hellaswag_acc_norm": 0.25 + step / steps / 20}
         rows.append({"step": step, **{key: row[key] for key in keys if key in row}})
     folder.mkdir(parents=True)
     write_jsonl(folder / "metrics.jsonl", rows)
@@ -33,26 +35,17 @@ def write_run(folder, steps=300, shift=0.0, keys=KEYS, **config):
 
 
 @pytest.fixture
-def figure(monkeypatch, tmp_path):
-    """figure(runs, reference=...) draws with plots.draw and returns the matplotlib Figure instead of the image, which
-    takes most of the time."""
+def draw(monkeypatch, tmp_path):
+    """draw(*runs, reference=...) -> {the first word of a panel's title: its axes}, and the figure's legend. Nothing is
+    saved, which takes most of the time."""
     saved = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: saved.append(figure))
 
     def draw(*runs, **kwargs):
         plots.draw(runs, tmp_path / "curves.png", **kwargs)
-        return saved[-1]
+        return {ax.get_title().split(maxsplit=1)[0].strip(":"): ax for ax in saved[-1].axes}, saved[-1].legends[0]
 
     return draw
-
-
-def find_panel(figure, title):
-    """The axes of a figure whose title begins with this."""
-    return next(ax for ax in figure.axes if ax.get_title().startswith(title))
-
-
-def run_labels(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 # ------------------------------------------------------------------------- reading
@@ -85,104 +78,92 @@ LOGS["theirs.log"] = LOGS["ours.log"].replace("/19073", "")
 
 
 @pytest.mark.parametrize("name", LOGS)
-@pytest.mark.parametrize("as_folder", [True, False])
-def test_logs_and_consoles_are_read(tmp_path, name, as_folder):
+def test_logs_and_consoles_are_read(tmp_path, name):
     # A line that was written twice, one that is still being written, and an older console.
     first, last = LOGS[name].splitlines()[0], LOGS[name].splitlines()[-1]
     (tmp_path / name).write_text(f"{LOGS[name]}{first}\n{last[:19]}")
     (tmp_path / "2024.log").write_text("step 0 | loss: 1.0 | norm: 1.0 | dt: 802.85ms\n")
 
-    read = plots.read_curves(tmp_path if as_folder else tmp_path / name)
-
-    curves = {key: [array.tolist() for array in curve] for key, curve in read.items()}
-    assert curves.pop("train_loss") == [[0, 1], [10.9501, 9.5]]
-    assert curves.pop("val_loss") == [[0, 250], [10.95, 5.9]]
-    assert curves.pop("hellaswag_acc_norm") == [[250], [0.2534]]
+    expected = {
+        "train_loss": [[0, 1], [10.9501, 9.5]],
+        "val_loss": [[0, 250], [10.95, 5.9]],
+        "hellaswag_acc_norm": [[250], [0.2534]],
+    }
     if name != "log.txt":
-        assert curves.pop("lr") == [[0, 1], [1e-6, 2e-6]] and curves.pop("grad_norm") == [[0, 1], [15.37, 2.0]]
-        assert curves.pop("tokens_per_second") == [[0, 1], [297_788, 653_033]]
-    assert not curves
+        expected |= {"lr": [[0, 1], [1e-6, 2e-6]], "grad_norm": [[0, 1], [15.37, 2.0]]}
+        expected["tokens_per_second"] = [[0, 1], [297_788, 653_033]]
+    for path in (tmp_path, tmp_path / name):
+        curves = plots.read_curves(path)
+        assert {key: [array.tolist() for array in curve] for key, curve in curves.items()} == expected
 
 
 # ------------------------------------------------------------------------- drawing
 
 
-def test_one_run(figure, tmp_path):
+def line_styles(ax):
+    """{the number of points of a line: whether they are joined}"""
+    return {len(line.get_xdata()): line.get_linestyle() != "None" for line in ax.lines}
+
+
+def test_one_run(draw, tmp_path):
     run = write_run(tmp_path / "run")
-    fig = figure(run)
-    titles = [ax.get_title().split(":")[0] for ax in fig.axes]
-    assert titles == ["Loss", "HellaSwag", "Learning rate", "Gradient norm before clipping", "Speed"]
-    assert all(ax.get_ylabel() and ax.get_xlabel() == "step" for ax in fig.axes)
-    assert all(ax.get_xlim()[1] == pytest.approx(299 * 1.01) for ax in fig.axes)
-    train_loss, val_loss = (3.5 + 7 * math.exp(-step / 300) for step in (299, 250))
-    ends = f"train {train_loss:.3f}, val {val_loss:.3f}, HellaSwag 0.2917, step 299"
-    assert run_labels(fig) == [f"{run}: {ends}"]
-    assert find_panel(fig, "Gradient norm").get_yscale() == "log"
+    panels, legend = draw(run)
+    assert list(panels) == ["Loss", "HellaSwag", "Learning", "Gradient", "Speed"]
+    for ax in panels.values():
+        assert ax.get_ylabel() and ax.get_xlabel() == "step" and ax.get_xlim()[1] == pytest.approx(299 * 1.01)
+    ends = f"train {loss_at(299):.3f}, val {loss_at(250):.3f}, HellaSwag 0.2917, step 299"
+    assert [text.get_text() for text in legend.get_texts()] == [f"{run}: {ends}"]
 
     # Every step and the medians of the train loss are lines, the val loss is points alone.
-    styles = {len(line.get_xdata()): line.get_linestyle() for line in find_panel(fig, "Loss").lines}
-    assert styles == {300: "-", plots.BINS: "-", 6: "None"}
+    assert line_styles(panels["Loss"]) == {300: True, plots.PARTS: True, 6: False}
 
 
-def test_a_short_run_is_drawn_as_it_is(figure, tmp_path):
-    fig = figure(write_run(tmp_path / "run", 80))
-    styles = {len(line.get_xdata()): line.get_linestyle() for line in find_panel(fig, "Loss").lines}
-    assert styles == {80: "-", 2: "None"}
-    # Also its first losses, which of a long run would squash the rest.
-    low, high = find_panel(fig, "Loss").get_ylim()
-    assert low < 3.5 + 7 * math.exp(-79 / 300) and 10 < high < 12
+def test_a_short_run_is_drawn_as_it_is(draw, tmp_path):
+    """Also its first losses, which of a long run would squash the rest."""
+    panels, _ = draw(write_run(tmp_path / "run", 80))
+    assert line_styles(panels["Loss"]) == {80: True, 2: False}
+    low, high = panels["Loss"].get_ylim()
+    assert low < loss_at(79) and 10 < high < 12
 
 
-def test_a_spike_does_not_squash_the_rest(figure, tmp_path):
+def test_a_spike_does_not_squash_the_rest(draw, tmp_path):
     """Nor do the first steps, nor a step that compiles."""
     run = write_run(tmp_path / "run", steps=3000)
     with open(run / "metrics.jsonl", "a") as f:
         f.write('{"step": 1500, "train_loss": 1000}\n{"step": 0, "tokens_per_second": 9}\n')
-    fig = figure(run)
-    low, high = find_panel(fig, "Loss").get_ylim()
+    panels, _ = draw(run)
+    low, high = panels["Loss"].get_ylim()
     assert 3 < low < 3.5 and 4 < high < 9
-    assert sorted(max(line.get_ydata()) > 11 for line in find_panel(fig, "Loss").lines) == [False, False, True]
-    assert find_panel(fig, "Speed").get_ylim() == pytest.approx((0, 53_000))
+    assert sorted(max(line.get_ydata()) > 11 for line in panels["Loss"].lines) == [False, False, True]  # the medians
+    assert panels["Speed"].get_ylim() == pytest.approx((-3000, 53_000))
 
 
-def test_medians_follow_the_curve():
-    steps = np.arange(1000)
-    noisy = 5 + np.where(steps % 5 == 2, 900.0, 0) + np.where(steps % 5 == 3, -900.0, 0)
-    middles, medians = plots.bin_medians(steps, noisy, 999)
-    assert len(middles) == plots.BINS and middles[:2].tolist() == [2.5, 7.5]
-    assert (medians == 5).all()
-    # A run of half the steps has the same bins.
-    assert plots.bin_medians(steps[:500], noisy[:500], 999)[0].tolist() == middles[:100].tolist()
+def test_a_run_has_one_colour(draw, tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", 300, KEYS[:-1])]
+    panels, legend = draw(*runs, runs[0])  # the same folder twice is one run
+    first, second = (line.get_color() for line in legend.get_lines())
+    for title, ax in panels.items():
+        found = {line.get_color() for line in ax.lines if len(line.get_xdata()) > 2}
+        assert found == ({first} if title == "HellaSwag" else {first, second})  # which only one run has
 
 
-def test_a_run_has_one_colour(figure, tmp_path):
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", 300, 1, KEYS[:-1])]
-    fig = figure(*runs, runs[0])  # the same folder twice is one run
-    colors = [[line.get_color() for line in fig.legends[0].get_lines()]]
-    for ax in fig.axes:
-        colors.append(list(dict.fromkeys(line.get_color() for line in ax.lines if len(line.get_xdata()) > 2)))
-    assert len(colors[0]) == 2 and colors[0] == colors[1] == colors[3] == colors[4] == colors[5]
-    assert colors[2] == colors[0][:1]  # only one run has HellaSwag, and it keeps its colour
-
-
-def test_the_public_runs_are_what_judge_accepts(figure, tmp_path):
+def test_the_public_runs_are_what_judge_accepts(draw, tmp_path):
     recipe = {"preset": "gpt2-124m", "resolved_max_steps": 19_073}
-    run = write_run(tmp_path / "run", 2001, keys=("val_loss", "hellaswag_acc_norm"), **recipe)
-    assert len(find_panel(figure(run), "Loss").collections) == 0
-    fig = figure(run, reference=True)
-    for title in ("Loss", "HellaSwag"):
-        assert len(find_panel(fig, title).collections) == 1
-    (band,) = find_panel(fig, "Loss").collections
+    run = write_run(tmp_path / "run", 2001, ("val_loss", "hellaswag_acc_norm"), **recipe)
+    assert not draw(run)[0]["Loss"].collections
+    panels, _ = draw(run, reference=True)
+    assert len(panels["HellaSwag"].collections) == 1
+    (band,) = panels["Loss"].collections
     vertices = band.get_paths()[0].vertices  # (N, 2): x, loss
     losses = vertices[vertices[:, 0] == 1000, 1]
     assert (losses.min(), losses.max()) == read_references()[0].expected_range(1000)
-    assert vertices[:, 0].max() <= find_panel(fig, "Loss").get_xlim()[1]
+    assert vertices[:, 0].max() <= panels["Loss"].get_xlim()[1]
 
 
 @pytest.mark.parametrize("steps, is_drawn", [(4578, True), (99, False)])
-def test_a_run_has_the_public_runs_of_its_recipe(figure, tmp_path, capsys, steps, is_drawn):
-    run = write_run(tmp_path / "run", steps=1001, preset="record8-124m", resolved_max_steps=steps)
-    bands = find_panel(figure(run, reference=True), "Loss").collections
+def test_a_run_has_the_public_runs_of_its_recipe(draw, tmp_path, capsys, steps, is_drawn):
+    run = write_run(tmp_path / "run", 1001, ["val_loss"], preset="record8-124m", resolved_max_steps=steps)
+    bands = draw(run, reference=True)[0]["Loss"].collections
     assert [band.get_label().split(",")[0] for band in bands] == is_drawn * ["record8-124m"]
     assert (f"{run}: no public run" in capsys.readouterr().out) != is_drawn
 
@@ -197,7 +178,7 @@ def test_command_line(run_script, tmp_path):
 
 def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch, capsys):
     """Of several runs it is in the current folder. What is no run, as some of log/*, is skipped."""
-    a, b = (write_run(tmp_path / name, 3, keys=["lr"]) for name in "ab")
+    a, b = (write_run(tmp_path / name, 3, ["lr"]) for name in "ab")
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun/metrics.jsonl").write_text('{"step": 0}\n{"st')
     monkeypatch.chdir(tmp_path)
@@ -220,7 +201,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: shown.append("figure"))
     display = SimpleNamespace(Image=lambda path, width: path, display=shown.append)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    write_run(tmp_path / "log" / "quickstart", 3, keys=["lr"])
+    write_run(tmp_path / "log" / "quickstart", 3, ["lr"])
     (tmp_path / "log" / "gpt2-124m").mkdir()  # of a start that was refused
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "plots.ipynb").read_text())["cells"]
