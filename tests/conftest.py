@@ -106,8 +106,8 @@ def gpus() -> dict[str, str]:
 
 def check_exit_code(done: subprocess.CompletedProcess, check: bool) -> subprocess.CompletedProcess:
     """The process as it is; with `check`, an exit code other than 0 fails the test and shows the end of the output."""
-    if check and done.returncode != 0:
-        raise AssertionError(f"{done.args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    text = f"{done.args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0 or not check, text
     return done
 
 
@@ -116,11 +116,11 @@ def run_script():
     """run_script("infer.py", "--help", env={...}) -> CompletedProcess of a command as a user types it, in a new
     interpreter. That takes seconds, so one test of each script does it. returncode is checked unless check=False."""
 
-    def run(*args, check=True, env=None, timeout=120, cwd=None, input=None):
+    def run(*args, check=True, env=None, cwd=None):
         command = [sys.executable, *map(str, (ROOT / args[0], *args[1:]))]
         env = {**os.environ, "OMP_NUM_THREADS": "2", **(env or {})}
-        how = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd, "input": input}
-        return check_exit_code(subprocess.run(command, env=env, **how), check)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=cwd)
+        return check_exit_code(done, check)
 
     return run
 
@@ -135,14 +135,14 @@ def new_log_path(tmp_path_factory):
 
 @pytest.fixture
 def run_in_fork(new_log_path):
-    """As run_script, with the same arguments, in a forked process (see processes.py): a tenth of a second and more."""
+    """As run_script, with the same arguments and `input`, in a forked process (see processes.py): a tenth of a second
+    and more."""
 
-    def run(script, *args, check=True, env=None, timeout=120, cwd=None, input=None):
-        stdin_path, stdout_path, stderr_path = new_log_path(), new_log_path(), new_log_path()
-        stdin_path.write_text(input or "")
-        started = processes.start(script, *args, log=stderr_path, out=stdout_path, env=env, cwd=cwd, input=stdin_path)
-        ended = started.wait(timeout)
-        stdout, stderr = (path.read_text(errors="replace") for path in (stdout_path, stderr_path))
+    def run(script, *args, check=True, timeout=120, input="", **how):
+        stdin_path, out, log = new_log_path(), new_log_path(), new_log_path()
+        stdin_path.write_text(input)
+        ended = processes.start(script, *args, log=log, out=out, input=stdin_path, **how).wait(timeout)
+        stdout, stderr = (path.read_text(errors="replace") for path in (out, log))
         return check_exit_code(subprocess.CompletedProcess([script, *args], ended.exit_code, stdout, stderr), check)
 
     return run
@@ -153,13 +153,11 @@ def expect_failure(run_in_fork):
     """expect_failure("hub.py", ..., mentions=["value", "rule"]): the script ends with an exit code other than 0 and
     without a traceback, and its output has each of these words, in whatever case."""
 
-    def check(*args, mentions=(), **kwargs):
-        done = run_in_fork(*args, check=False, **kwargs)
+    def check(*args, mentions=(), **how):
+        done = run_in_fork(*args, check=False, **how)
         text = done.stdout + done.stderr
         assert done.returncode != 0 and "Traceback" not in text, text
-        missing = [words for words in mentions if words.lower() not in text.lower()]
-        assert missing == [], text
-        return done
+        assert [words for words in mentions if words.lower() not in text.lower()] == [], text
 
     return check
 

@@ -1,7 +1,7 @@
 """A script in a process of its own, forked from a server that has imported torch: 0.1 seconds instead of 3.
 
     script = start("train_gpt2.py", "quickstart", ..., log=path)    # returns at once
-    script.wait_until("val loss")                                   # it has printed that
+    script.wait_until(lambda: "val loss" in script.output)
     script.send(signal.SIGINT)
     assert script.wait().exit_code == 0, script.output
 
@@ -31,6 +31,7 @@ from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+import pytest
 import torch
 from helpers import ROOT
 
@@ -45,14 +46,10 @@ def forkserver_context() -> multiprocessing.context.ForkServerContext:
     """The server of this test process, started at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-
-    # The server does not know sys.path: it finds the project and the tests by PYTHONPATH, which is put back afterwards.
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
-    forkserver.ensure_running()
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
+    # The server does not know sys.path: it finds the project and the tests by PYTHONPATH.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+        forkserver.ensure_running()
     return context
 
 
@@ -123,17 +120,10 @@ class Script:
             raise AssertionError(f"it hung for {seconds} seconds\n{self.output[-4000:]}")
         return self
 
-    def wait_until(self, what: str | Callable[[], object], seconds: float = 60) -> bool:
-        """Wait until it has printed a text, or a condition holds. False if it ended before that; fails the test after
-        `seconds`."""
-        holds = what if callable(what) else lambda: what in self.output
-        end = time.monotonic() + seconds
-        while not holds():
-            if not self.process.is_alive():
-                return bool(holds())  # it may have come true with the last line
-            assert time.monotonic() < end, f"{what!r} did not come\n{self.output[-4000:]}"
-            time.sleep(0.002)
-        return True
+    def wait_until(self, condition: Callable[[], object]) -> bool:
+        """Wait until a condition holds, or it has ended. Returns whether the condition holds."""
+        wait_for(lambda: condition() or not self.process.is_alive())
+        return bool(condition())
 
 
 def do_nothing() -> None:
@@ -166,9 +156,7 @@ def start(script, *argv, log: Path, out=None, cwd=None, env=None, prepare=do_not
 def start_ranks(n: int, script, *argv, log: Path, env=None, **how) -> list[Script]:
     """Start n ranks of one run, with the environment that torchrun gives them and a log file for each, which is named
     after `log`. `how` goes to `start`."""
-    # What all ranks share; then each rank with its number and its log.
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    common |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), **(env or {})}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(n), **(env or {})}
     started = []
     for rank in map(str, range(n)):
         path = log.with_name(f"{log.name}.{rank}")
@@ -178,14 +166,11 @@ def start_ranks(n: int, script, *argv, log: Path, env=None, **how) -> list[Scrip
 
 def run_ranks(n: int, script, *argv, fails: bool = False, **how) -> str:
     """The output of n ranks, joined, once all have ended: each with exit code 0 or, with `fails`, each with a positive
-    one. A rank that fails has a message or, if it has only lost another rank, a traceback."""
+    one. A negative one is that of a signal, which no rank should die of."""
     ended = [rank.wait() for rank in start_ranks(n, script, *argv, **how)]
     output = "".join(rank.output for rank in ended)
     codes = [rank.exit_code for rank in ended]
-
-    # A negative code is that of a signal, which no rank should die of.
-    as_expected = all(code > 0 for code in codes) if fails else not any(codes)
-    assert as_expected, f"exit codes {codes}\n{output[-6000:]}"
+    assert all(code > 0 for code in codes) if fails else not any(codes), f"exit codes {codes}\n{output[-6000:]}"
     return output
 
 
@@ -211,7 +196,7 @@ def wait_for(condition: Callable[[], object], seconds=90) -> None:
     while time.monotonic() < end:
         if condition():
             return
-        time.sleep(0.05)
+        time.sleep(0.01)
     raise AssertionError("timed out")
 
 

@@ -76,7 +76,7 @@ def print_without_end() -> None:
 def test_a_second_signal_kills_unless_it_is_passed_on(start_script, seconds_between, exit_code):
     """Within a short time, the second may be the first one passed on by torchrun. The first comes in a print."""
     script = start_script(print_without_end, 0.7 + 9 * seconds_between)
-    script.wait_until("words")
+    script.wait_until(lambda: "words" in script.output)
     script.send(signal.SIGINT)
     time.sleep(seconds_between)
     script.send(signal.SIGTERM)
