@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,6 @@ import pytest
 import torch
 from helpers import (
     CPU,
-    OFF_DEFAULT,
     assert_curves_close,
     delete_checkpoints_after,
     load_curve,
@@ -29,11 +28,10 @@ from helpers import (
     train_quickstart,
     write_jsonl,
 )
-from networks import SIZES, other_values
 
 import train_gpt2
 from lifecycle import resume
-from model import GPT, GPTConfig
+from model import GPT
 from system import distributed, machine
 from system.distributed import Runtime
 from tokens import shards
@@ -105,61 +103,33 @@ def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
 # ------------------------------------------------------------------------- stopped and resumed
 
 
-def set_off_default(module="", name="") -> None:
-    """A `prepare` that takes every setting off its default, also those of the network, but for the optimizer; the first
-    batch alone and data in their order would hide the order. And rank 1 gets a SIGTERM when it first calls a function
-    of that name."""
-    parse = train_gpt2.parse
-    network = {f.name: other_values(f)[-1] for f in fields(GPTConfig) if f.name not in {*SIZES, "vocab_size"}}
-    recipe = {k: v for k, v in OFF_DEFAULT.items() if k not in {"optimizer", "overfit_single_batch", "shuffle"}}
-
-    def parse_off_default(*args):
-        cfg, mode = parse(*args)
-        return replace(cfg, model=replace(cfg.model, **network), **recipe), mode
+def signal_rank_1_in(module, name) -> None:
+    """A `prepare` for ranks of which the second gets a SIGTERM when it first calls this function."""
+    function, calls = getattr(sys.modules[module], name), itertools.count()
 
     def signalled(*args):
         if os.environ["RANK"] == "1" and next(calls) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return function(*args)
 
-    train_gpt2.parse = parse_off_default
-    if module:
-        function, calls = getattr(sys.modules[module], name), itertools.count()
-        setattr(sys.modules[module], name, signalled)
+    setattr(sys.modules[module], name, signalled)
 
 
 def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(tiny_args, tmp_path, run_ranks):
-    """With exit code 0, after the step in progress. Muon, which has AdamW beside it, on two ranks with ZeRO-1."""
-    assert list(optim.OPTIMIZERS) == ["adamw", "muon"]
-    flags = [*tiny_args, *"--optimizer muon --zero-stage 1 --max-steps 4 --val-every 2 --resume auto".split()]
-    command = [2, "train_gpt2.py", "quickstart", *flags, "--out-dir"]
+    """With exit code 0, after the step in progress. Muon, which has AdamW beside it, with float32 copies of bfloat16
+    weights, and all of it sharded."""
+    flags = "--optimizer muon --weights bfloat16 --zero-stage 1 --model.no-tied-head --max-steps 4 --val-every 2"
+    command = [2, "train_gpt2.py", "quickstart", *tiny_args, *flags.split(), "--resume", "auto", "--out-dir"]
     whole, run = tmp_path / "whole", tmp_path / "run"
-    run_ranks(*command, whole, prepare=set_off_default)
+    run_ranks(*command, whole)
 
     for step, place in (1, ["lifecycle.resume", "open_data"]), (2, ["training.step", "to_device"]):
-        output = run_ranks(*command, run, prepare=partial(set_off_default, *place))
+        output = run_ranks(*command, run, prepare=partial(signal_rank_1_in, *place))
         assert "another rank" in output and names.latest_step(run) == step
-    run_ranks(*command, run, prepare=set_off_default)
+    run_ranks(*command, run)
 
     assert load_curve(run) == load_curve(whole)
     assert same_bits(load_weights(run, 4), load_weights(whole, 4))
-
-
-@pytest.mark.slow
-def test_a_compiled_run_ends_and_repeats_bit_for_bit(tiny_args, tmp_path, run_ranks):
-    """Autocast to bfloat16, and compiled for the first time: the compiler's pools of threads, which never end, must not
-    keep a rank alive. Other processes resume from step 2."""
-    flags = [word for word in tiny_args if word not in ("--no-compile", "--dtype", "float32")]
-    flags += "--dtype bfloat16 --recompute --zero-stage 1 --resume auto --model.n-layer 1 --max-steps 4".split()
-    command = [2, "train_gpt2.py", "quickstart", *flags, "--save-every", "2", "--out-dir"]
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    run_ranks(*command, tmp_path / "whole", env=env)
-    resumed = shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    delete_checkpoints_after(resumed, 2)
-    run_ranks(*command, resumed, env=env)
-
-    assert load_curve(resumed) == load_curve(tmp_path / "whole")
-    assert same_bits(load_weights(resumed, 4), load_weights(tmp_path / "whole", 4))
 
 
 def check_shares() -> None:
