@@ -178,7 +178,7 @@ def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: i
     # The sum of the mean losses of all sequences, which are equally long, and the bytes of their targets. In float64
     # thousands of batches are exact enough that the result does not depend on the number of ranks.
     sums = torch.zeros(2, device=rt.device, dtype=torch.float64)
-    for i in progress_bar(range(0, count, stride), "validation", is_shown=rt.is_main):
+    for i in progress_bar(range(0, count, stride), "validation"):
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
         if len(own) == 0:

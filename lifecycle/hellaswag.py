@@ -143,7 +143,7 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     losses = torch.zeros(len(texts), device=rt.device)
     with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
         head = cast_head(model.lm_head.weight)
-        for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag", is_shown=rt.is_main):
+        for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag"):
             ids, targets = make_batch([texts[i] for i in batch], model.config.block_size)
             losses[batch] = batch_losses(model, head, ids.to(rt.device), targets.to(rt.device))
 

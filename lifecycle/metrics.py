@@ -64,17 +64,14 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
-    """The steps that --keep must not delete, because one of them is the best: the lowest val loss of each `val_set`,
-    because losses on other data cannot be compared, and steps of which metrics.jsonl knows nothing, as if it was not
-    copied. A step that was not validated is not kept."""
-    rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
-    kept = {step for step in steps if step not in rows and step < max(rows, default=0)}
-    losses: dict[str | None, list[tuple[float, int]]] = {}  # {val_set: [(val loss, step), ...]}
-    for step in steps:
-        row = rows.get(step, {})
-        if isinstance(row.get("val_loss"), float):
-            losses.setdefault(row.get("val_set"), []).append((row["val_loss"], step))
-    return kept | {min(measured)[1] for measured in losses.values()}
+    """Of these steps of a run those that --keep must not delete, because one of them is the best: the lowest val loss
+    of each `val_set`, because losses on other data cannot be compared."""
+    best: dict[str | None, tuple[float, int]] = {}  # {val_set: (val loss, step)}
+    for row in read_metrics(run_dir / "metrics.jsonl"):
+        if row["step"] in steps and isinstance(row.get("val_loss"), float):
+            found = (row["val_loss"], row["step"])
+            best[row.get("val_set")] = min(found, best.get(row.get("val_set"), found))
+    return {step for _, step in best.values()}
 
 
 def best_step(run_dir: Path, steps: list[int]) -> int | None:
@@ -120,26 +117,24 @@ class MetricsLogger:
 
     def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
         """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
-        the console. row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
+        the console, which is build-nanogpt's, with MFU, the time to go and the cost since this start.
+
+        row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
         tokens_per_second = self.cfg.total_batch_size / seconds
         mfu = tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
         row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
         row |= {"tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(row)
-        print0(self._console_line(row))
 
-    def _console_line(self, row: dict[str, Any]) -> str:
-        """build-nanogpt's line, with MFU, the time to go and the cost since this start."""
         step, now = row["step"], time.monotonic()
         line = f"step {step:5d}/{self.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}"
-        line += f" | norm: {row['grad_norm']:.4f} | dt: {row['step_ms']:.2f}ms"
-        line += f" | tok/sec: {row['tokens_per_second']:,.0f}"
-        if row["mfu"]:
-            line += f" | mfu: {row['mfu']:.1%}"
+        line += f" | norm: {row['grad_norm']:.4f} | dt: {seconds * 1e3:.2f}ms | tok/sec: {tokens_per_second:,.0f}"
+        if mfu:
+            line += f" | mfu: {mfu:.1%}"
         # A disk that is slower than training; the first batch always takes a moment.
-        if row["wait_ms"] > max(10, 0.05 * row["step_ms"]) and step > self.start:
-            line += f" | waited for data: {row['wait_ms']:.0f}ms"
+        if waited_s > max(0.01, 0.05 * seconds) and step > self.start:
+            line += f" | waited for data: {waited_s * 1e3:.0f}ms"
         # The mean time of all steps but the first, with the evaluations and saves between them.
         if step == self.start:
             self.first_step_time = now
@@ -147,9 +142,8 @@ class MetricsLogger:
             step_s = (now - self.first_step_time) / (step - self.start)
             line += f" | eta: {format_duration(step_s * (self.max_steps - step - 1))}"
         if self.cfg.gpu_hour_usd:
-            cost = format_cost(now - self.start_time, self.rt.world_size, self.cfg.gpu_hour_usd)
-            line += f" | cost: {cost}"
-        return line
+            line += f" | cost: {format_cost(now - self.start_time, self.rt.world_size, self.cfg.gpu_hour_usd)}"
+        print0(line)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one line: `step` and whatever was measured there."""

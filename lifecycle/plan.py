@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lifecycle.metrics import best_step, read_step
+from lifecycle.metrics import best_step
 from lifecycle.reference import read_references
 from lifecycle.resume import find_checkpoint, open_data, open_first_weights
 from model import GPT
@@ -49,14 +49,11 @@ MIN_WIDTH = 512  # below, no card comes near the share of its peak that is assum
 
 def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, step: int, max_steps: int) -> None:
     """Print the facts of the run, and warn of what is likely a mistake. Every rank must call it."""
-    net, devices = model.config, describe_devices(rt.gather(machine.device_name(rt.device)))
-    shape = f"{net.n_layer} layers, {net.n_head} heads, {net.n_embd} channels, a context of {net.block_size}"
+    devices = describe_devices(rt.gather(machine.device_name(rt.device)))
     print0(f"run        {cfg.preset}, in {cfg.run_dir}")
-    print0(f"network    {model.num_params():,} parameters: {shape}; seed {cfg.seed}")
+    print0(f"network    {model.num_params():,} parameters, a context of {cfg.model.block_size}; seed {cfg.seed}")
     print0(f"machine    {devices}, {machine.dtype_name(rt.dtype)}, torch {torch.__version__}")
     print0(f"steps      {step:,} to {max_steps:,}, each of {cfg.total_batch_size:,} tokens")
-    rate = f"peak rate {cfg.max_lr:g}" + (f", of matrices {cfg.muon_lr:g}" if cfg.optimizer == "muon" else "")
-    print0(f"optimizer  {cfg.optimizer}, {rate}; {cfg.schedule} schedule, {cfg.warmup_steps} warm-up steps")
     if cfg.warmup_steps > max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
     if data is None:
@@ -110,8 +107,8 @@ def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> Non
     rank 0."""
     best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
     path = model_path(cfg.run_dir, step if best is None else best)
-    val_loss = "" if best is None else f"; lowest val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}"
-    print0(f"done: steps {start} to {step} in {format_duration(seconds)}{val_loss}: {path}")
+    which = "" if best is None else "; lowest val loss"
+    print0(f"done: steps {start} to {step} in {format_duration(seconds)}{which}: {path}")
     prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
     infer = f"python infer.py {shlex.quote(str(path))} {json.dumps(prompt)}"
     print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}", infer)

@@ -85,13 +85,13 @@ def explain_errors(problem: str, fix: str) -> Iterator[None]:
     files that may come from anywhere: the libraries that read them raise a dozen kinds of errors for damaged ones."""
     try:
         yield
-    except UserError as e:
-        raise UserError(f"{problem}: {e}; {fix}") from None
     except Exception as e:
         is_of_system = isinstance(e, OSError) and e.errno in TRANSIENT_ERRORS
         if is_of_system or isinstance(e, MemoryError) or "CUDA error" in str(e):
             raise  # the run ends as a crash, and is restarted
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        reason = str(e)
+        if not isinstance(e, UserError):
+            reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise UserError(f"{problem} ({reason}); {fix}") from None
 
 
@@ -186,11 +186,8 @@ def write_status(status: str, reason: str = "") -> None:
     if not path or (status == "system_error" and os.path.exists(path)):
         return
     # A disk that is full or gone is often the error being reported: then there is no status.
-    part = f"{path}.{env_rank()}.part"
-    with suppress(OSError):
-        with open(part, "w") as f:
-            json.dump({"status": status, "reason": reason}, f)
-        os.replace(part, path)
+    with suppress(OSError), open(path, "w") as f:
+        json.dump({"status": status, "reason": reason}, f)
 
 
 # ------------------------------------------------------------------------- which process this is
@@ -232,12 +229,12 @@ def print_next(*commands: str) -> None:
         print0("next:", "\n      ".join(commands))
 
 
-def progress_bar(items: Iterable, name: str, is_shown: bool) -> Iterable:
-    """The items, with a bar of progress on a terminal."""
+def progress_bar(items: Iterable, name: str) -> Iterable:
+    """The items, with a bar of progress on rank 0's terminal."""
     from tqdm import tqdm
 
     # None: not where stderr is a file
-    return tqdm(items, name, disable=None if is_shown else True, delay=0.2, leave=False)
+    return tqdm(items, name, disable=True if env_rank() else None, delay=0.2, leave=False)
 
 
 # ------------------------------------------------------------------------- units

@@ -142,17 +142,17 @@ def test_a_network_of_odd_numbers_is_refused(change):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    """The best by the metrics of the run. Of step 1 these know nothing, and step 2 was measured on other data."""
+    """The best by the metrics of the run. Step 2 was measured on other data."""
     rows = [{"step": 2, "val_loss": 2.0, "val_set": "other"}, {"step": 3, "val_loss": 4.0}, {"step": 4}]
     write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5, "val_loss": 3.0}, {"step": 6}, {"step": 7}])
     for step in range(1, 8):
         save(tmp_path, step, keep=2)
-    assert names.complete_steps(tmp_path) == [1, 2, 5, 6, 7]
-    assert len(file_names(tmp_path)) == 2 * 5 + 1  # and the metrics
+    assert names.complete_steps(tmp_path) == [2, 5, 6, 7]
+    assert len(file_names(tmp_path)) == 2 * 4 + 1  # and the metrics
 
     # Steps after the one that is saved stay: the run was resumed from an earlier one.
     save(tmp_path, 4, keep=1)
-    assert names.complete_steps(tmp_path) == [1, 2, 4, 5, 6, 7]
+    assert names.complete_steps(tmp_path) == [2, 4, 5, 6, 7]
 
 
 def test_leftovers_of_a_save_go_before_the_next(tmp_path):

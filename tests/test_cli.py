@@ -79,7 +79,7 @@ def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):
 
 
 def test_a_full_disk_costs_only_the_status(end, monkeypatch):
-    monkeypatch.setattr(cli.os, "replace", lambda *_: raise_error(os_error("ENOSPC")))
+    monkeypatch.setattr("builtins.open", lambda *_: raise_error(os_error("ENOSPC")))
     assert end(UserError("no room")) == (1, "error: no room\n", "")
 
 
@@ -185,7 +185,7 @@ def test_what_the_log_cannot_take_ends_nothing():
     script = """
 import sys
 from system.cli import print0, progress_bar
-for text in progress_bar(["a", chr(0x4e2d), "b"], "texts", is_shown=True):
+for text in progress_bar(["a", chr(0x4e2d), "b"], "texts"):
     print0(text)
     print0(text, file=sys.stderr)
 """
