@@ -7,9 +7,11 @@ in processes of their own in processes.py. A test of training usually reads:
     assert load_curve(run)[3][1] < 5.5                                          # the validation loss of step 3
 """
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +22,7 @@ import train_gpt2
 from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
+from system import cli
 from system.distributed import Runtime
 from tokens import shards
 from training.config import TrainConfig
@@ -63,6 +66,12 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
     torch.set_num_threads(1)  # the tests run side by side
     train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
     return Path(out)
+
+
+def run_main(script, *words) -> int:
+    """The exit code of a script, whose main runs in this process."""
+    with mock.patch("sys.argv", [script, *map(str, words)]):
+        return cli.run(importlib.import_module(script.removesuffix(".py")).main)
 
 
 def choices(config_class, field) -> tuple:

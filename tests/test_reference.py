@@ -25,19 +25,13 @@ def test_a_reference_accepts_its_runs_and_none_broken():
         for step in reference.step[len(reference.step) // 2 :]:
             low, high = reference.expected_range(step)
             assert high - low < 0.1
-        last_step = reference.step[-1]
-        assert not reference.judge(last_step, 2.0)[0]
-        assert reference.judge(last_step + 1, 3.0) is None
-
-
-# A public run of gpt2-124m's recipe that went wrong, and cost $61: its val losses, by step.
-# https://debtirthasaha.github.io/blog/2026/gpt2-124m/
-WRONG_RUN = {250: 6.43, 500: 5.824, 1000: 4.8817, 5000: 3.83, 10_000: 3.5895, 19_072: 3.3969}
+        assert not reference.judge(reference.step[-1], 2.0)[0]
+        assert reference.judge(reference.step[-1] + 1, 3.0) is None
 
 
 def test_a_public_run_that_went_wrong_is_off_track_at_its_first_evaluation():
-    """As README has it."""
-    for step, loss in WRONG_RUN.items():
+    """It had the recipe of gpt2-124m, and cost $61: https://debtirthasaha.github.io/blog/2026/gpt2-124m/"""
+    for step, loss in {250: 6.43, 500: 5.824, 1000: 4.8817, 5000: 3.83, 10_000: 3.5895, 19_072: 3.3969}.items():
         assert not judge(step, loss)[0]
 
 
@@ -59,13 +53,12 @@ def test_no_verdict_on_another_recipe(preset, steps):
         assert find_reference(*recipe) is None
 
 
-@pytest.mark.parametrize("factor", [0.1, 0.5])
-def test_a_learning_rate_that_is_too_low_is_off_track(factor):
+def test_a_learning_rate_that_is_half_is_off_track():
     """Early loss follows the sum of the learning rates so far, so a rate too low is a run that lags behind itself."""
     steps = REFERENCE.step.astype(int)
     rates_so_far = np.cumsum([min(1, (step + 1) / 715) for step in range(steps[-1] + 1)])
     for step in steps[2:21]:  # every evaluation from step 500 to 5,000
-        same_progress = np.searchsorted(rates_so_far, factor * rates_so_far[step])
+        same_progress = np.searchsorted(rates_so_far, 0.5 * rates_so_far[step])
         # Before the first evaluation that one's loss stands in: the true one would be higher still.
         loss = np.interp(max(steps[1], same_progress), steps, REFERENCE.low)
         assert not judge(step, loss)[0]
@@ -75,6 +68,6 @@ def test_the_line_has_the_loss_and_the_range():
     low, high = REFERENCE.expected_range(500)
     is_on_track, sentence = judge(500, 5.31)
     assert is_on_track and all(value in sentence for value in ("500", "5.310", f"{low:.3f}", f"{high:.3f}"))
-    for step, loss in ((500, 5.9), (500, math.nan), (500, math.inf), (0, 11.8)):
+    for step, loss in ((500, 5.9), (500, math.nan), (0, 11.8)):
         assert not judge(step, loss)[0]
     assert judge(100, 8.0) is judge(-1, 8.0) is None
