@@ -60,19 +60,17 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
 def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> None:
     """Print all samples once they are complete or, after Ctrl-C, as far as they are. steps: at each, the next id of all
     samples. JSON escapes control codes by itself; text for a terminal is made printable."""
-    columns: list[list[int]] = []
-    ended = set()  # the samples that have drawn <|endoftext|>
+    samples: list[list[int]] = []
     try:
         for new_ids in steps:
-            columns.append(new_ids)
-            ended |= {i for i, token in enumerate(new_ids) if token == tokenizer.EOT}
-            if len(ended) == len(new_ids):
+            samples = samples or [[] for _ in new_ids]
+            for sample, token in zip(samples, new_ids, strict=True):
+                if sample[-1:] != [tokenizer.EOT]:  # otherwise it has ended
+                    sample.append(token)
+            if all(sample[-1] == tokenizer.EOT for sample in samples):
                 break
     finally:
-        for number, column in enumerate(zip(*columns, strict=True), 1):
-            ids = list(column)
-            if tokenizer.EOT in ids:
-                ids = ids[: ids.index(tokenizer.EOT) + 1]
+        for number, ids in enumerate(samples, 1):
             text = tokenizer.encoding().decode(ids).removesuffix("<|endoftext|>")
             if as_json:
                 print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))

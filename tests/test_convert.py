@@ -125,11 +125,10 @@ def test_the_tokenizer_is_that_of_openai(tmp_path):
     hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert hf_tokenizer.model_max_length == 32
     for text in TRICKY_TEXTS:
-        if "<|endoftext|>" not in text:
-            tokens = hf_tokenizer(text)["input_ids"]
-            assert tokens == tokenizer.encoding().encode_ordinary(text)
-            assert hf_tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
-    assert hf_tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.EOT] == [hf_tokenizer.eos_token_id]
+        tokens = hf_tokenizer(text)["input_ids"]
+        assert tokens == tokenizer.encoding().encode(text, allowed_special="all")
+        assert hf_tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == text
+    assert hf_tokenizer.eos_token_id == tokenizer.EOT
     assert open_model(tmp_path / "out").config.n_embd == 32
 
 
@@ -185,14 +184,14 @@ def test_what_the_network_cannot_compute_is_refused(small_export, change, named)
         convert.load_hf(small_export)
 
 
-@pytest.mark.parametrize("token, is_refused", [("Ġgazed", False), ("Ġder", True)])
-def test_a_tokenizer_that_is_not_gpt2s_is_refused(small_export, token, is_refused):
-    tokens = {"!": 0, token: 50255, "<|endoftext|>": 50256, "<|user|>": 50257}
-    for name, content in {"vocab.json": tokens, "tokenizer.json": {"model": {"vocab": tokens}}}.items():
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
+def test_a_tokenizer_that_is_not_gpt2s_is_refused(small_export, name):
+    for token in ("Ġgazed", "Ġder"):
+        tokens = {"!": 0, token: 50255, "<|endoftext|>": 50256, "<|user|>": 50257}
+        content = tokens if name == "vocab.json" else {"model": {"vocab": tokens}}
         (small_export / name).write_text(json.dumps(content))
-        with pytest.raises(UserError, match="not GPT-2's") if is_refused else nullcontext():
+        with pytest.raises(UserError, match="not GPT-2's") if token == "Ġder" else nullcontext():
             open_model(small_export)
-        (small_export / name).unlink()
 
 
 def test_weights_are_downloaded_once_it_is_known_what_they_are(tmp_path, monkeypatch):

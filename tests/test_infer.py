@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from helpers import write_tiny_model
-from networks import NETWORKS, make_network
+from networks import make_network
 
 import infer
 from system.cli import UserError
@@ -37,25 +37,30 @@ def run_main(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def stdin(monkeypatch):
+    """stdin(b"text") lets infer.py read that."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+
 # ------------------------------------------------------------------------- samples
 
 
 def test_greedy_tokens_are_those_of_the_model(run_main, run_dir):
     """Which test_convert.py compares with those of transformers."""
     prompt, encoding = "Hello, I'm a language model,", tokenizer.encoding()
-    idx = torch.tensor([encoding.encode(prompt)])
-    expected = open_model(run_dir).generate(idx, 20, temperature=0)[0, idx.size(1) :].tolist()
-    flags = ("--temperature", 0, "--max-new-tokens", 20, "--dtype", "float32", "--json")
-    found = json.loads(run_main(run_dir, prompt, *flags).out)
-    assert found == {"prompt": prompt, "text": encoding.decode(expected), "tokens": expected}
+    ids = encoding.encode(prompt)
+    expected = open_model(run_dir).generate(torch.tensor([ids]), 20, temperature=0)[0, len(ids) :].tolist()
+    out = run_main(run_dir, prompt, "--temperature", 0, "--max-new-tokens", 20, "--dtype", "float32", "--json").out
+    assert json.loads(out) == {"prompt": prompt, "text": encoding.decode(expected), "tokens": expected}
 
 
-def test_a_seed_gives_the_same_samples(run_in_fork, run_main, run_dir):
+def test_a_seed_gives_the_same_samples(stdin, run_main, run_dir):
     # More tokens than the context of 32.
     flags = ("--num-samples", 3, "--max-new-tokens", 40, "--json", "--dtype", "float32")
-
+    stdin(b" Hello there\n\n")
     from_argument = run_main(run_dir, *flags, " Hello there\n").out
-    from_stdin = run_in_fork("infer.py", run_dir / "model_00007.pt", "-", *flags, input=" Hello there\n\n").stdout
+    from_stdin = run_main(run_dir / "model_00007.pt", "-", *flags).out
     another_seed = run_main(run_dir, " Hello there\n", *flags, "--seed", 43).out
 
     samples = [json.loads(line) for line in from_argument.splitlines()]
@@ -78,8 +83,8 @@ def test_prompts_are_text(run_main, run_dir):
 @pytest.mark.parametrize("written, prompt", [
     (b"Once upon\na time\n\n", "Once upon\na time\n"), (b"\xef\xbb\xbfOnce upon\r\na time\r\n", "Once upon\na time"),
 ])  # fmt: skip
-def test_a_prompt_from_windows_is_the_same_text(monkeypatch, written, prompt):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written)))
+def test_a_prompt_from_windows_is_the_same_text(stdin, written, prompt):
+    stdin(written)
     assert infer.read_prompt("-") == prompt
 
 
@@ -89,18 +94,16 @@ def test_a_prompt_from_windows_is_the_same_text(monkeypatch, written, prompt):
 def test_samples_end_each_where_they_end(capsys):
     """Or, after Ctrl-C, as far as they are."""
 
-    def generate(last_ids):
-        yield [15496, 17250]
-        yield [995, EOT]
-        yield last_ids
+    def generate(*last_ids):
+        yield from ([15496, 17250], [995, EOT], last_ids)
         raise KeyboardInterrupt
 
-    infer.write_samples("> ", generate([EOT, 612]), as_json=False)
+    infer.write_samples("> ", generate(EOT, 612), as_json=False)
     with pytest.raises(KeyboardInterrupt):
-        infer.write_samples("> ", generate([0, 612]), as_json=False)
+        infer.write_samples("> ", generate(0, 612), as_json=False)
     infer.write_stream("> ", iter([15496, EOT, 612]))
-    texts = ["--- sample 1\n> Hello world", "--- sample 2\n> Hi", "--- sample 1\n> Hello world!", "--- sample 2\n> Hi"]
-    assert capsys.readouterr().out.splitlines() == "\n".join([*texts, "> Hello"]).splitlines()
+    samples = "--- sample 1\n> Hello world{}\n--- sample 2\n> Hi\n"
+    assert capsys.readouterr().out == samples.format("") + samples.format("!") + "> Hello\n"
 
 
 def test_text_is_written_as_it_is_generated(capsys):
@@ -136,30 +139,15 @@ def test_what_does_not_fit_is_named(run_main, run_dir, tmp_path):
         run_main(tmp_path, "Hi", "--dtype", "float16", "--device", "cpu")
 
 
-def test_bfloat16_weights_leave_positions_exact():
-    """Angles of rope reach a thousand radians, where bfloat16 has steps of 4: only their cosines are rounded."""
-    model = make_network(NETWORKS["record8"], block_size=1024)
-    exact = model.cos_sin.clone()
-    rounded = infer.prepare(model, torch.device("cpu"), torch.bfloat16).cos_sin
-    torch.testing.assert_close(rounded.float(), exact, atol=0.004, rtol=0)
-
-
-def test_bfloat16_samples_ignore_what_logits_share():
-    """As in test_forward.py: -100 in every logit changes no choice."""
-    model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=False)
+@torch.no_grad()
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_bfloat16_samples_ignore_what_logits_share(is_tied):
+    """As in test_forward.py: -100 in every logit changes no choice. A tied embedding stays as it is."""
+    model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=is_tied)
     idx = torch.arange(80).view(4, 20)
-    with torch.no_grad():
-        model.transformer.ln_f.bias.fill_(1.0)
-        model.lm_head.weight.normal_(std=0.2).sub_(100 / 64)
-        exact, _ = model(idx)
-        rounded, _ = infer.prepare(model, torch.device("cpu"), torch.bfloat16)(idx)
-    assert torch.equal(rounded.argmax(-1), exact.argmax(-1))
-
-
-def test_a_tied_embedding_stays_as_it_is():
-    model = make_network()
-    embedding = model.transformer.wte.weight
-    with torch.no_grad():
-        embedding += 1
-    expected = embedding.detach().bfloat16()
-    assert torch.equal(infer.prepare(model, torch.device("cpu"), torch.bfloat16).transformer.wte.weight, expected)
+    model.transformer.ln_f.bias.fill_(1.0)
+    model.lm_head.weight.normal_(std=0.2).sub_(0 if is_tied else 100 / 64)
+    embedding, (exact, _) = model.transformer.wte.weight.bfloat16(), model(idx)
+    prepared = infer.prepare(model, torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(prepared.transformer.wte.weight, embedding)
+    assert is_tied or torch.equal(prepared(idx)[0].argmax(-1), exact.argmax(-1))
