@@ -5,6 +5,7 @@ pod.py has stand-ins for what it calls. The last test has every real part but th
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,17 @@ def rented(pod):
     return pod
 
 
+def read_table(text):
+    """[([word, ...], {setting: value}, the rest of the line)] of lines "WORD SETTING=VALUE ... | rest"."""
+    rows = []
+    for line in text.strip("\n").splitlines():
+        words, _, rest = line.partition("|")
+        settings = dict(word.split("=", 1) for word in shlex.split(words) if re.match("[A-Z_]+=", word))
+        others = [word for word in shlex.split(words) if word.split("=")[0] not in settings]
+        rows.append((others, settings, rest.strip()))
+    return rows
+
+
 def count_starts(pod):
     return len(pod.read("starts").splitlines())
 
@@ -54,16 +66,15 @@ record8-124m --out_dir=x/y --resume auto               | x/y
 """
 
 
-@pytest.mark.parametrize("row", FOLDERS.strip("\n").splitlines())
-def test_the_trainer_writes_where_train_sh_looks(pod, row):
-    words, folder = (text.strip() for text in row.split("|"))
+@pytest.mark.parametrize("words, _, folder", read_table(FOLDERS))
+def test_the_trainer_writes_where_train_sh_looks(pod, words, _, folder):
     pod.add_checkpoint(pod.root / "log/old", 7)
-    done = pod.call(*words.split())
+    done = pod.call(*words)
     pod.wait_until_ended()
-    resume = "" if "--resume" in words else " --resume auto"
+    resume = [] if "--resume" in " ".join(words) else ["--resume", "auto"]
     # With a host name that did not resolve, torchrun had not started after 400 seconds; with --local-addr after 21.
     assert "--standalone --nproc_per_node=2 --local-addr=127.0.0.1 " in pod.read("starts")
-    assert pod.read("starts").endswith(f"train_gpt2.py {words}{resume} --out-dir {folder}\n".replace("  ", " "))
+    assert pod.read("starts").endswith(" ".join(["train_gpt2.py", *words, *resume, "--out-dir", f"{folder}\n"]))
     assert (pod.root / folder / "model_00010.pt").exists() and f"pid {pod.supervisor}" in done.stdout
     assert "training finished" in pod.read(f"{folder}/train.log") and not pod.read("pushed") + pod.read("removed")
 
@@ -82,24 +93,24 @@ def test_a_checkpoint_and_epochs_continue_its_run(pod):
     assert second.endswith("--resume log/mine --epochs 2 --out-dir log/mine")
 
 
-# What is refused at once, and a word of the message.
-REFUSED = [
-    (["model_00001.pt", "2"], {}, "log/b/model_00001.pt"),
-    (["model_00007.pt", "2"], {}, "model_00007.pt"),
-    (["nowhere/model_00001.pt", "2"], {}, "nowhere"),
-    (["--time-limit=soon"], {}, "soon"),
-    ([], {"MAX_RESTARTS": "1.5"}, "MAX_RESTARTS=1.5"),
-    ([], {"PUSH_EVERY": "60"}, "PUSH_TO"),
-    ([], {"PUSH_TO": "me/x", "NO_TOKEN": "1"}, ""),
-    ([], {"REMOVE_POD": "1"}, "PERSISTENT=1"),
-    ([], {"REMOVE_POD": "1", "PERSISTENT": "1", "RUNPOD_POD_ID": ""}, "SHUTDOWN_CMD"),
-    ([], {"REMOVE_POD": "1", "PERSISTENT": "1", "DISK": "overlay"}, "PERSISTENT=1"),
-    (["stop"], {}, "log/gpt2-124m"),
-    (["stop", "log/a"], {}, "log/a"),
-]
+# What is refused at once | a word of the message.
+REFUSED = """
+model_00001.pt 2                              | log/b/model_00001.pt
+model_00007.pt 2                              | model_00007.pt
+nowhere/model_00001.pt 2                      | nowhere
+--time-limit=soon                             | soon
+MAX_RESTARTS=1.5                              | MAX_RESTARTS=1.5
+PUSH_EVERY=60                                 | PUSH_TO
+PUSH_TO=me/x NO_TOKEN=1                       |
+REMOVE_POD=1                                  | PERSISTENT=1
+REMOVE_POD=1 PERSISTENT=1 RUNPOD_POD_ID=      | SHUTDOWN_CMD
+REMOVE_POD=1 PERSISTENT=1 DISK=overlay        | PERSISTENT=1
+stop                                          | log/gpt2-124m
+stop log/a                                    | log/a
+"""
 
 
-@pytest.mark.parametrize("words, settings, named", REFUSED)
+@pytest.mark.parametrize("words, settings, named", read_table(REFUSED))
 def test_what_would_fail_later_is_refused_by_name(pod, words, settings, named):
     for run in ("a", "b"):
         pod.add_checkpoint(pod.root / "log" / run, 1)
@@ -280,36 +291,36 @@ def test_a_push_that_fails_is_tried_again(rented):
     assert rented.read("removed") == "pod delete pod7\n"
 
 
-# How a run ends, and what else matters; whether the command that ends the bill is run. While the weights are on this
-# machine alone, nothing removes it.
-ENDINGS = [
-    ("finish", {}, True),
-    ("finish", {"REMOVE_POD": "0"}, False),
-    ("finish", {"HUB_DOES": "false"}, False),
-    ("finish", {"HUB_DOES": "exec /bin/sleep 60"}, False),
-    ("finish", {"HUB_DOES": "false", "PERSISTENT": "1"}, True),
-    ("finish", {"PUSH_TO": "", "PERSISTENT": "1"}, True),
-    ("limit", {}, True),
-    ("save-crash", {}, True),
-    ("save-crash", {"HUB_DOES": "false"}, False),
-    ("crash", {"HUB_DOES": "false"}, True),
-    ("cut", {"HUB_DOES": "false"}, True),
-    ("unmount", {"HUB_DOES": "false"}, False),
-    ("user-error", {}, False),
-    ("user-error", {"early_mistake_s": "-1"}, True),
-]
+# How a run ends, and what else matters | the command that ends the bill. While the weights are on this machine alone,
+# nothing removes it.
+ENDINGS = """
+finish                                   | pod delete pod7
+finish REMOVE_POD=0                      |
+finish HUB_DOES=false                    |
+finish HUB_DOES='exec /bin/sleep 60'     |
+finish HUB_DOES=false PERSISTENT=1       | pod delete pod7
+finish PUSH_TO= PERSISTENT=1             | pod delete pod7
+limit                                    | pod delete pod7
+save-crash                               | pod delete pod7
+save-crash HUB_DOES=false                |
+crash HUB_DOES=false                     | pod delete pod7
+cut HUB_DOES=false                       | pod delete pod7
+unmount HUB_DOES=false                   |
+user-error                               |
+user-error LATE=1                        | pod delete pod7
+"""
 
 
-@pytest.mark.parametrize("plan, settings, is_removed", ENDINGS)
-def test_the_only_copy_of_the_weights_is_never_removed(rented, plan, settings, is_removed):
+@pytest.mark.parametrize("plan, settings, removed", read_table(ENDINGS))
+def test_the_only_copy_of_the_weights_is_never_removed(rented, plan, settings, removed):
     if "HUB_DOES" in settings:
         rented.seconds |= {"push_retry_s": "0", "push_try_s": "0.3"}
-    for name in settings.keys() & {"early_mistake_s"}:
-        rented.seconds[name] = settings[name]
-    rented.start(check=False, PLAN=plan, MAX_RESTARTS="0", **settings)
+    if "LATE" in settings:
+        rented.seconds["early_mistake_s"] = "-1"
+    rented.start(check=False, PLAN=plan[0], MAX_RESTARTS="0", **settings)
     rented.wait_until_ended()
-    assert rented.read("removed") == is_removed * "pod delete pod7\n"
-    assert plan not in ("crash", "cut") or not rented.read("pushed")
+    assert rented.read("removed").strip() == removed
+    assert plan[0] not in ("crash", "cut") or not rented.read("pushed")
 
 
 @pytest.mark.parametrize("hub", ["false", "true"])
@@ -363,62 +374,49 @@ def test_the_log_begins_and_ends_with_the_price(pod):
 @pytest.mark.slow
 def test_pod_from_rent_to_removal(tmp_path):
     """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod."""
-    pod = tmp_path / "pod"
+    pod, removed = tmp_path / "pod", tmp_path / "removed"
     pod.mkdir()
-    (tmp_path / "bin").mkdir()
     run, last_step = pod / "log" / "quickstart", 80
     make_shards(pod / "toy")
     flags = [*TINY_FLAGS, "--model.vocab-size", "50304", "--total-batch-size", "64", "--micro-batch-size", "1"]
     flags += ["--max-steps", str(last_step), "--val-every", "20", "--val-tokens", "256", "--save-every", "5"]
+    command = ["bash", str(ROOT / "train.sh"), "quickstart", *flags, "--data-dir", "toy"]
+
+    def start():
+        """Returns the command that stops the run, which is printed before the terminal is closed."""
+        printed = tmp_path / "printed"
+        with open(printed, "w") as f:
+            shell = subprocess.Popen(command, cwd=pod, env=env, stdout=f, start_new_session=True)
+        wait_for(lambda: "stop: " in printed.read_text(), 120)
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+        return re.search("stop: +(.*)", printed.read_text())[1]
+
+    def supervisor():
+        return int((run / "train.lock").read_text().split()[0])
 
     with hub_server.start(tmp_path / "hub") as server:
-        # runpodctl writes down what the Hub has when it is called.
-        published = server.root / "models" / "tester" / "life"
-        runpodctl = tmp_path / "bin" / "runpodctl"
-        runpodctl.write_text(f'#!/bin/sh\n(echo "$@"; ls {published}) >> {tmp_path}/removed\n')
-        runpodctl.chmod(0o755)
-        path = f"{tmp_path}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-        env = {"PATH": path, "HOME": str(pod), "OMP_NUM_THREADS": "1"}
-        env |= {"NPROC": "2", "PUSH_TO": "tester/life", "REMOVE_POD": "1", "RUNPOD_POD_ID": "pod7"}
-        env |= server.env()
-
-        def start():
-            """Returns what the start has printed when its terminal is closed."""
-            command = ["bash", str(ROOT / "train.sh"), "quickstart", *flags, "--data-dir", "toy"]
-            printed = tmp_path / "printed"
-            with open(printed, "w") as f:
-                shell = subprocess.Popen(command, cwd=pod, env=env, stdout=f, start_new_session=True)
-            wait_for(lambda: "stop: " in printed.read_text(), 120)
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-            return printed.read_text()
-
-        def log():
-            return (run / "train.log").read_text()
-
-        def supervisor():
-            return int((run / "train.lock").read_text().split()[0])
-
-        def newest_step():
-            return latest_step(run) or 0
+        # It writes down what the Hub has when it is called.
+        shutdown = f"ls {server.root}/models/tester/life >> {removed}"
+        env = {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "HOME": str(pod), **server.env()}
+        env |= {"OMP_NUM_THREADS": "1", "NPROC": "2"}
+        env |= {"PUSH_TO": "tester/life", "REMOVE_POD": "1", "SHUTDOWN_CMD": shutdown}
 
         # Start; stop by the printed command. It saves, and the machine stays.
-        printed = start()
-        wait_for(lambda: newest_step() >= 10, 240)
-        subprocess.run(re.search("stop: +(.*)", printed)[1], shell=True, check=True, cwd="/")
+        stop = start()
+        wait_for(lambda: (latest_step(run) or 0) >= 10, 240)
+        subprocess.run(stop, shell=True, check=True, cwd="/")
         wait_for(lambda: not is_alive(supervisor()), 240)
-        stopped_at = newest_step()
-        assert 10 <= stopped_at < last_step
-        assert not (tmp_path / "removed").exists()
+        stopped_at = latest_step(run)
+        assert 10 <= stopped_at < last_step and not removed.exists()
 
         # The same command resumes; a rank that is killed is restarted without human help.
         start()
-        wait_for(lambda: newest_step() >= stopped_at + 10, 240)
+        wait_for(lambda: latest_step(run) >= stopped_at + 10, 240)
         torchrun = rank_pids(supervisor())[0]
         os.kill(rank_pids(torchrun)[-1], signal.SIGKILL)
-        removed = tmp_path / "removed"
-        wait_for(lambda: removed.exists() and f"model_{last_step:05d}.pt" in removed.read_text().split(), 240)
 
         # The pod was removed after the last checkpoint was published.
-        assert "failure 1" in log() and "training finished" in log(), log()
-        assert removed.read_text().split()[:3] == ["pod", "delete", "pod7"]
+        wait_for(lambda: removed.exists() and f"model_{last_step:05d}.pt" in removed.read_text().split(), 240)
+        log = (run / "train.log").read_text()
+        assert "failure 1" in log and "training finished" in log, log
