@@ -106,13 +106,12 @@ def summarize(losses: Tensor, examples: list[Example]) -> dict[str, float | int]
     """{"acc", "acc_norm", "stderr" (of acc_norm), "n"} from the losses (n, 4) that `score` returns. The accuracies are
     NaN if a loss is not finite."""
     n = len(examples)
-    if not losses.isfinite().all():  # of four NaN the first would be the lowest, and right for every label 0
-        return {"acc": math.nan, "acc_norm": math.nan, "stderr": math.nan, "n": n}
-
-    # The prediction is the ending with the lowest loss, summed for acc, per token for acc_norm. (n, 4) -> (n,)
     labels = torch.tensor([example.label for example in examples])
+    # The prediction is the ending with the lowest loss, summed for acc, per token for acc_norm. (n, 4) -> (n,)
     acc = (losses.argmin(1) == labels).sum().item() / n
     acc_norm = (normalize(losses, examples).argmin(1) == labels).sum().item() / n
+    if not losses.isfinite().all():  # of four NaN the first is the lowest, and right for every label 0
+        acc = acc_norm = math.nan
     stderr = math.sqrt(acc_norm * (1 - acc_norm) / max(n - 1, 1))  # of the mean of n answers, right or wrong
     return {"acc": acc, "acc_norm": acc_norm, "stderr": stderr, "n": n}
 

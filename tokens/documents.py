@@ -119,7 +119,6 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
                 continue
             with explain_errors(f"line {number} is not an object of JSON in UTF-8: {line[:80]!r}", "correct it"):
                 row = dict(json.loads(line))
-                str(row.get(column)).encode()  # half of a surrogate pair is no character
             require(column in row, f"line {number}: {explain_column(column, row)}")
             text = row[column]
             is_text = text is None or isinstance(text, str)

@@ -5,53 +5,30 @@ fineweb.py downloads, reads and tokenizes with it, tokens/loader.py reads batche
     for batch in prefetch(read_batches(), depth=16):
         train(batch)  # the next batches are read in the meantime
 
-    the thread     item 3, item 4, ... waits for a slot        at most `depth` items that the caller has not taken
-    the queue      [item 1, item 2]
+    the thread     item 3, item 4, ...
+    produced       [item 1, item 2]         at most `depth` items that the caller has not taken
     the caller     works on item 0
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 
 def prefetch(items: Iterable, depth: int) -> Iterator:
     """Yield the same items in the same order, produced by a thread that is at most `depth` items before the caller. An
     error in the thread is raised here, after the items before it. Closing the iterator does not wait for the thread,
     which may be in the middle of a long download: it ends after its item."""
-    # What the two threads share: how far the producer may run, what it has produced, and whether the caller still wants
-    # more.
-    free_slots = threading.Semaphore(depth - 1)
-    produced: queue.SimpleQueue = queue.SimpleQueue()  # of (item, error)
-    closed = threading.Event()
-    end = object()
-
-    # The thread: produce an item, then wait until the caller has taken enough of the earlier ones.
-    def work() -> None:
-        try:
-            for item in items:
-                produced.put((item, None))
-                free_slots.acquire()
-                if closed.is_set():
-                    return
-            produced.put((end, None))
-        # Even KeyboardInterrupt belongs to the caller, who would otherwise wait forever for an item.
-        except BaseException as e:
-            produced.put((end, e))
-
-    threading.Thread(target=work, daemon=True).start()  # daemon: a download must not outlive Ctrl-C
-
-    # The caller: take items in order until the end or an error; then let a thread that waits for a slot see `closed`.
+    iterator, end = iter(items), object()
+    pool = ThreadPoolExecutor(1)
+    produced = deque(pool.submit(next, iterator, end) for _ in range(depth))
     try:
         while True:
-            item, error = produced.get()
-            if error is not None:
-                raise error
+            item = produced.popleft().result()
             if item is end:
                 return
-            free_slots.release()
+            produced.append(pool.submit(next, iterator, end))
             yield item
     # Also reached when the caller stops early and closes the iterator.
     finally:
-        closed.set()
-        free_slots.release()
+        pool.shutdown(wait=False, cancel_futures=True)
