@@ -101,11 +101,11 @@ def sequence_starts(num_tokens: int, T: int) -> range:
 
 def find_enough_shards(cfg: Config, split: str, needed: int) -> list[Path]:
     """The shards of a split ("train" or "val"), in order. Raises UserError if they hold fewer sequences than needed."""
-    paths = shards.find_shards(cfg.data_dir, split)  # .npy or .bin, by their names
-    found = sum(len(sequence_starts(shards.count_tokens(path), cfg.sequence_length)) for path in paths)
+    files = shards.find_shards(cfg.data_dir, split)  # .npy or .bin, by their names
+    found = sum(len(sequence_starts(file.tokens, cfg.sequence_length)) for file in files)
     problem = f"the {split} shards in {cfg.data_dir} have {found} sequences, of {needed} that are needed"
     require(found >= needed, f"{problem}; use more text, or a smaller --sequence-length or --val-tokens")
-    return paths
+    return [file.path for file in files]
 
 
 def read_sequences(paths: list[Path], T: int) -> Iterator[np.ndarray]:

@@ -79,7 +79,7 @@ def write_shards(data_dir: Path, folder: Path, size: Size, steps: int) -> None:
     """
     # Two train shards, so that the step from one to the next is compared, too.
     n = tokens_per_shard(size, steps)
-    tokens = np.concatenate([shards.read_shard(path) for path in shards.find_shards(data_dir, "train")])
+    tokens = np.concatenate([shards.read_shard(file.path) for file in shards.find_shards(data_dir, "train")])
     require(len(tokens) >= 2 * n, f"{data_dir} has only {len(tokens)} tokens; --steps {steps} takes {2 * n}")
     tokens = tokens[: 2 * n] % size.vocab_size
     for name in ("edu_fineweb10B", "data/fineweb10B", "data/openwebtext"):

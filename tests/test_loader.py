@@ -56,7 +56,7 @@ def test_groups_of_shards_fill_the_pool(tiny_data, monkeypatch, pool_tokens, sha
     assert changes_of_shard == 2 if shards_per_group == 1 else changes_of_shard > 10
     assert (len(set(visited[-40:])) == 1) == (shards_per_group < 3), "the last group is one shard"
     suffix = f"-{shards_per_group}" if shards_per_group > 1 else ""
-    assert data.fingerprint() == shards.fingerprint(data.folder) + suffix
+    assert data.fingerprint() == shards.fingerprint(tiny_data) + suffix
 
 
 def test_the_order_never_changes(tiny_data):

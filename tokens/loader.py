@@ -174,10 +174,10 @@ class Loader:
         self.T = T
         self.vocab_size = vocab_size
 
-        # What the folder holds, of both splits: of each shard the number of tokens, from its header, and the hash, from
-        # the manifest. The tokens themselves are read later.
-        self.folder = shards.list_shards(data_dir)
-        self.files = shards.of_split(self.folder, split, data_dir)
+        # Of each shard the number of tokens, from its header, and the hash, from the manifest. The tokens themselves are
+        # read later.
+        self.files = shards.find_shards(data_dir, split)
+        self.data_id = shards.fingerprint(data_dir)
         largest = max(file.tokens for file in self.files)
 
         # Groups of as many shards as fit into one pool if all were as large as the largest.
@@ -194,7 +194,7 @@ class Loader:
 
     def fingerprint(self) -> str:
         """What a resumed run must find again: a hash of the folder's shards, and the identity of their order."""
-        return shards.fingerprint(self.folder) + self.order.identity()
+        return self.data_id + self.order.identity()
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed, or has an

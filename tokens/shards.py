@@ -74,11 +74,6 @@ def map_shard(path: Path) -> np.memmap:
     return tokens
 
 
-def count_tokens(path: str | Path) -> int:
-    """Number of tokens in a shard, from its header, checked against the file's size. Raises UserError."""
-    return len(map_shard(Path(path)))
-
-
 def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
     """All tokens of a shard, (n_tokens,) uint16, read-only. Raises UserError if the shard is incomplete or its sha256
     is not the one given.
@@ -221,39 +216,34 @@ def shard_files(data_dir: str | Path) -> list[Path]:
 def list_shards(data_dir: str | Path) -> list[ShardFile]:
     """The shards that a folder consists of, in order: those of its manifest, or without one every file that is named
     like a shard. Raises UserError if there is no folder, or if one of them is missing or bad."""
-    present = shard_files(data_dir)
+    listed: dict[Path, str | None] = dict.fromkeys(shard_files(data_dir))
     manifest = read_manifest(data_dir)
-    listed: dict[Path, str | None] = dict.fromkeys(present)
     if manifest:
         listed = {Path(data_dir) / shard.file: shard.sha256 for shard in manifest.shards}
-    for path in present:
-        if path not in listed:
-            print0(f"warning: {path} is not in {MANIFEST}, and not read")
     files = []
     for path, sha256 in listed.items():
         match = SHARD_NAME.fullmatch(path.name)
         assert match
-        files.append(ShardFile(path, match["split"], count_tokens(path), sha256))
+        files.append(ShardFile(path, match["split"], len(map_shard(path)), sha256))
     return files
 
 
-def of_split(files: list[ShardFile], split: str, data_dir: str | Path) -> list[ShardFile]:
-    """The shards of `split` ("train" or "val") among those of a folder. Raises UserError if there are none."""
-    chosen = [file for file in files if file.split == split]
+def find_shards(data_dir: str | Path, split: str) -> list[ShardFile]:
+    """The shards of `split` ("train" or "val") in a folder, in order. Raises UserError as list_shards does, or if there
+    are none."""
+    listed = list_shards(data_dir)
+    for path in set(shard_files(data_dir)) - {file.path for file in listed}:
+        print0(f"warning: {path} is not in {MANIFEST}, and not read")
+    files = [file for file in listed if file.split == split]
     folder = Path(data_dir).absolute()
     fix = "run the same fineweb.py command until it ends, with a smaller --shard-size for a small source"
-    require(chosen, f"{folder} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
-    formats = {file.path.suffix: file.path.name for file in chosen}
+    require(files, f"{folder} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
+    formats = {file.path.suffix: file.path.name for file in files}
     require(len(formats) == 1, f"{folder} has {split} shards in two formats, {formats}; move those of one away")
-    return chosen
+    return files
 
 
-def find_shards(data_dir: str | Path, split: str) -> list[Path]:
-    """Paths of the shards of `split` in a folder, in order. Raises UserError as list_shards and of_split do."""
-    return [file.path for file in of_split(list_shards(data_dir), split, data_dir)]
-
-
-def fingerprint(files: list[ShardFile]) -> str:
+def fingerprint(data_dir: str | Path) -> str:
     """Short hash of the shards of a folder: names, token counts and, from a manifest, sha256s."""
-    rows = [(file.path.name, file.tokens, file.sha256) for file in files]
+    rows = [(file.path.name, file.tokens, file.sha256) for file in list_shards(data_dir)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

@@ -141,7 +141,7 @@ def identify(data_dir: str | Path) -> str | None:
     manifest = shards.read_manifest(data_dir)
     if manifest:
         return {dataset.repo: name for name, dataset in HUB_DATASETS.items()}.get(manifest.source.name)
-    first = shards.map_shard(shards.find_shards(data_dir, "val")[0])
+    first = shards.map_shard(shards.find_shards(data_dir, "val")[0].path)
     for name, dataset in HUB_DATASETS.items():
         start = [EOT, *encoding().encode_ordinary(dataset.first_words)]
         if dataset.first_words and first[: len(start)].tolist() == start:
