@@ -174,8 +174,7 @@ class Loader:
         self.T = T
         self.vocab_size = vocab_size
 
-        # Of each shard the number of tokens, from its header, and the hash, from the manifest. The tokens themselves are
-        # read later.
+        # Of each shard the number of tokens, from its header, and the hash, from the manifest.
         self.files = shards.find_shards(data_dir, split)
         self.data_id = shards.fingerprint(data_dir)
         largest = max(file.tokens for file in self.files)
