@@ -45,10 +45,10 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data):
 
     forward = Forward(model, compiles=False)
     for world_size, B in ((1, 4), (3, 2), (2, 64)):
-        ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
         with pytest.MonkeyPatch.context() as patch:
             # The ranks run one after another here, so each keeps its part of the sum.
             patch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
+            ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
             parts = [evaluator.validate(forward, data, cfg, rt, B) for rt in ranks]
         assert sum(part["val_loss"] for part in parts) == pytest.approx(expected, rel=1e-5)
         assert "val_bpb" not in parts[0]  # these are no ids of text

@@ -35,15 +35,6 @@ def test_a_failed_write_leaves_only_the_old_file(tmp_path, operation):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_file_has_the_mode_that_the_umask_leaves(tmp_path):
-    before = os.umask(0o027)
-    try:
-        write_file(tmp_path / "file", b"x")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
-
-
 def test_the_content_reaches_the_disk_before_the_name(tmp_path, monkeypatch):
     calls = []
     replace = os.replace

@@ -177,36 +177,30 @@ def test_an_error_on_one_rank_ends_the_other(tiny_args, tiny_data, tmp_path, run
 
 def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, tmp_path, one_run, monkeypatch):
     """Two machines may have another checkpoint, also of one step, length of the run, network, shards or HellaSwag
-    rows."""
+    rows. Other cards round otherwise."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
     fewer_rows = write_jsonl(tmp_path / "fewer.jsonl", make_hellaswag_rows(6))
     other_run = train_quickstart(tiny_args, tmp_path / "run", "--seed", "5", "--max-steps", "3")
-    shutil.copytree(tiny_data, tmp_path / "copy")
-    shutil.copytree(tiny_data, tmp_path / "other")
-    shards.write_shard(tmp_path / "other" / "tiny_train_000001.npy", np.arange(50, dtype=np.uint16))
+    copy = shutil.copytree(tiny_data, tmp_path / "copy")
+    other = shutil.copytree(tiny_data, tmp_path / "other")
+    shards.write_shard(other / "tiny_train_000001.npy", np.arange(50, dtype=np.uint16))
     monkeypatch.setattr(Runtime, "check_equal", lambda rt, facts, fix: found.append(facts))
     found = []
 
-    def find_facts(*words, run=one_run, step=3):
+    def compare(*words, run=one_run, step=3):
+        """What differs from the first call."""
         cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every", "4", "--hellaswag-data", rows, *words)
-        saved = step and {"step": step, "model_file": names.model_path(run, step)}
+        saved = {"step": step, "model_file": names.model_path(run, step)}
         resume.check_ranks_agree(cfg, CPU, saved, resume.open_data(cfg)[0])
-        return found[-1]
+        return [name for name in found[0] if found[0][name] != found[-1].get(name)]
 
-    facts = find_facts()
-    for word, other in {
-        "": find_facts("--data-dir", tmp_path / "copy"),
-        "checkpoint": find_facts(step=6),
-        "to resume": find_facts(run=other_run),
-        "steps": find_facts("--max-steps", "13"),
-        "network": find_facts("--model.n-head", "4"),
-        "data": find_facts("--data-dir", tmp_path / "other"),
-        "HellaSwag": find_facts("--hellaswag-data", fewer_rows),
-    }.items():
-        differing = [name for name in facts if facts[name] != other[name]]
-        assert len(differing) == bool(word) and word in "".join(differing)
-    assert find_facts("--hellaswag-data", tmp_path / "missing", step=None)["the checkpoint to resume from"] == "none"
-    assert "the card" in facts and "the card" not in find_facts("--zero-stage", "1")
+    assert compare() == compare("--data-dir", copy) == []
+    assert compare(step=6) == compare(run=other_run) == ["the checkpoint to resume from"]
+    assert compare("--max-steps", "13") == ["the number of steps"]
+    assert compare("--model.n-head", "4") == ["the network"]
+    assert compare("--data-dir", other) == ["the data"]
+    assert compare("--hellaswag-data", fewer_rows) == ["the HellaSwag file"]
+    assert compare("--zero-stage", "1") == ["the card"]
 
 
 def test_rank_0_says_whether_the_last_step_is_evaluated(one_run, monkeypatch):
