@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import glob
 import os
-import shlex
 import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lifecycle import metrics
 from model import GPT
-from system.cli import ArgumentParser, UserError, print0, print_next, require, run_cli
+from system.cli import ArgumentParser, UserError, print0, require, run_cli
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
@@ -230,7 +229,6 @@ def pull_model(repo: str, out_dir: Path) -> None:
     config, pulled_config = out_dir / "config.json", out_dir / RUN_FILES["config.json"]
     if pulled_config.exists() and not config.exists():
         shutil.copy(pulled_config, config)
-    print_next(f"python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 def newest_step(files: Iterable[str]) -> int:
@@ -271,7 +269,6 @@ def export(path: Path, out_dir: Path) -> None:
     model, facts = checkpoint.load(path)
     run_dir = path if path.is_dir() else path.parent
     write_export(model, facts, run_dir, out_dir, str(out_dir))
-    print_next(f"python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path, name: str) -> None:
@@ -303,7 +300,6 @@ def import_old(old: Path, out_dir: Path) -> None:
     model, step = convert.load_old(old)
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoint.write(model_path(out_dir, step), checkpoint.model_file(model, step))
-    print_next(f"python infer.py {shlex.quote(str(out_dir))} Hello,")
 
 
 # ------------------------------------------------------------------------- the command line

@@ -39,7 +39,7 @@ from lifecycle.metrics import MetricsLogger
 from lifecycle.save import Saver
 from lifecycle.stop import StopRequest, spare_programs
 from system import distributed
-from system.cli import TransientError, print0, print_next
+from system.cli import TransientError, print0
 from system.distributed import Runtime
 from system.files import lock_folder
 from training.config import TrainConfig, settings_by_flag
@@ -140,8 +140,6 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
     if stops:
         print0(f"stopped by {stop.reason()} at step {step} of {max_steps}, saved in {cfg.run_dir}")
-        eager = "" if cfg.compile else " --no-compile"
-        print_next(f"python train_gpt2.py --resume {shlex.quote(str(cfg.run_dir))}{eager}")
         return stop.reason()
     if rt.is_main:
         plan.print_result(cfg, run.start, step, stop.elapsed_s())

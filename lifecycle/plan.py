@@ -11,7 +11,6 @@ Called by train_gpt2.py. tests/test_plan.py compares the predictions with publis
 
 import json
 import math
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from lifecycle.resume import find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
 from system.cards import CARDS, find_cards, total_peak_flops
-from system.cli import format_cost, format_duration, print0, print_next, require
+from system.cli import format_cost, format_duration, print0, require
 from system.distributed import Runtime
 from system.files import atomic_write
 from tokens.loader import Loader
@@ -103,15 +102,11 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
 
 
 def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> None:
-    """Print how a run has finished: where its best weights are, by val loss, and the commands to look at them. For
-    rank 0."""
+    """Print how a run has finished, and where its best weights are, by val loss. For rank 0."""
     best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
     path = model_path(cfg.run_dir, step if best is None else best)
     which = "" if best is None else "; lowest val loss"
     print0(f"done: steps {start} to {step} in {format_duration(seconds)}{which}: {path}")
-    prompt = "Once upon a time" if cfg.sample_prompt == "@val" else cfg.sample_prompt
-    infer = f"python infer.py {shlex.quote(str(path))} {json.dumps(prompt)}"
-    print_next(f"python plots.py {shlex.quote(str(cfg.run_dir))}", infer)
 
 
 # ------------------------------------------------------------------------- without training

@@ -16,9 +16,6 @@ from typing import Any
 
 from system.cli import env_rank, parse_duration
 
-# A terminal or Slurm signals the ranks directly, and torchrun forwards the same signal: one Ctrl-C may arrive twice.
-SECOND_SIGNAL_AFTER_S = 2.0
-
 # How people, terminals and clusters ask a program to end. Slurm, LSF and PBS announce a limit with the last three.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
@@ -29,7 +26,6 @@ class StopRequest:
 
     def __init__(self, time_limit: str = ""):
         self.asked_by = ""
-        self.signal_time: float | None = None  # when the first signal came
         self.limit_s = parse_duration(time_limit) or math.inf
         self.start_time = time.monotonic()
 
@@ -54,8 +50,8 @@ class StopRequest:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Let STOP_SIGNALS ask for a stop inside this context. The first one is noted, and the run saves itself. One
-        that comes later ends the process at once, without saving."""
+        """Let STOP_SIGNALS ask for a stop inside this context: the run saves itself. One Ctrl-C may arrive twice: a
+        terminal or Slurm signals the ranks directly, and torchrun forwards the same signal."""
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number in STOP_SIGNALS:
             if handlers[number] is not signal.SIG_IGN:  # SIGHUP under nohup, which torchrun passes on
@@ -67,20 +63,11 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note_signal(self, number: int, _: Any) -> None:
-        if self.signal_time is None:
-            self.signal_time = time.monotonic()
-            self.request("Ctrl-C" if number == signal.SIGINT else f"signal {signal.Signals(number).name}")
-            write_at_once("stopping after this step, and saving; a second signal ends the run at once, without saving")
-        elif time.monotonic() > self.signal_time + SECOND_SIGNAL_AFTER_S:
-            write_at_once("ended without saving; --resume auto continues from the newest checkpoint, if there is one")
-            os._exit(128 + number)  # as a shell reports the signal
-
-
-def write_at_once(text: str) -> None:
-    """Print on rank 0, in a handler of signals: it may have interrupted a `print`, whose buffer must be left alone."""
-    if env_rank() == 0:
-        with suppress(OSError):
-            os.write(2, f"\n{text}\n".encode())
+        self.request("Ctrl-C" if number == signal.SIGINT else f"signal {signal.Signals(number).name}")
+        # Not by print, in whose middle the signal may have come: its buffer must be left alone.
+        if env_rank() == 0:
+            with suppress(OSError):
+                os.write(2, b"\nstopping after this step, and saving; Ctrl-\\ ends the run at once, without saving\n")
 
 
 @contextmanager

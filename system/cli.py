@@ -223,12 +223,6 @@ def print0(*args: object, file: TextIO | None = None) -> None:
             (file or sys.stdout).flush()
 
 
-def print_next(*commands: str) -> None:
-    """Print what to type next, a command a line, unless make has started this program: its target goes on by itself."""
-    if "MAKELEVEL" not in os.environ:
-        print0("next:", "\n      ".join(commands))
-
-
 def progress_bar(items: Iterable, name: str) -> Iterable:
     """The items, with a bar of progress on rank 0's terminal."""
     from tqdm import tqdm

@@ -25,8 +25,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The tests are of the CPU, whatever the machine has besides; test_cuda.py alone gives the GPUs back.
 GPUS = {"CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]} if "CUDA_VISIBLE_DEVICES" in os.environ else {}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Under make, the scripts leave it to the Makefile to say what is next.
-os.environ.pop("MAKELEVEL", None)
 
 import processes
 import pytest

@@ -197,14 +197,6 @@ for text in progress_bar(["a", chr(0x4e2d), "b"], "texts"):
     assert (done.returncode, done.stdout) == (0, "a\nb\n")
 
 
-def test_what_is_next_is_left_to_make(monkeypatch, capsys):
-    """make quickstart goes on by itself, and its last line says what comes after it."""
-    cli.print_next("python plots.py")
-    monkeypatch.setenv("MAKELEVEL", "1")
-    cli.print_next("python infer.py")
-    assert capsys.readouterr().out == "next: python plots.py\n"
-
-
 @pytest.mark.parametrize("seconds, text", [
     (59.9, "59s"), (60, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (3755, "1h03m"), (86400, "1d00h"),
     (103468, "1d05h"),
