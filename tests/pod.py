@@ -44,6 +44,7 @@ case $* in
     save-crash) save 00010; exit 3 ;;
     save-again) save 000$((10 + start)); exit 3 ;;
     cut) save 00010 cut; kill -9 $$ ;;
+    slow-crash) /bin/sleep 1.1; exit 3 ;;
     crash) exit 3 ;;
     esac ;;
 esac

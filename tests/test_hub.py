@@ -6,6 +6,7 @@ Most tests call run("push-data", ...), which is hub.py's main in this process.
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -146,12 +147,14 @@ def test_a_push_never_publishes_by_accident(run, hub, published, tmp_path):
     assert read_folder(published) == read_folder(other)
 
 
-def test_what_is_damaged_is_not_pushed(run, hub, data, trained_run):
+def test_what_is_damaged_or_unfinished_is_not_pushed(run, hub, data, trained_run):
     for path, command in ((trained_run / "model_00012.pt", "push-model"), (data / "toy_train_000001.npy", "push-data")):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         run(command, path.parent, "tester/run", fails_with=path.name)
+    shards.write_manifest(data, replace(shards.read_manifest(data), complete=False))
+    run("push-data", data, "tester/run", fails_with="not finished")
     assert not hub.log
 
 

@@ -273,8 +273,7 @@ def test_a_restart_resumes_the_runs_own_checkpoint(pod, plan):
 
 def test_the_time_limit_counts_over_restarts(pod):
     """Nothing is restarted once the time is over."""
-    pod.seconds["restart_delay_s"] = "1"
-    pod.start("--time_limit", "2s", PLAN="crash")
+    pod.start("--time_limit", "2s", PLAN="slow-crash")
     pod.wait_until_ended()
     limits = [int(start.rsplit("--time-limit ", 1)[1]) for start in pod.read("starts").splitlines()]
     assert 1 <= len(limits) <= 2 and limits == sorted(set(limits), reverse=True)
