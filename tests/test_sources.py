@@ -51,18 +51,15 @@ def test_patterns_name_files_in_order_and_each_once(tmp_path, monkeypatch):
     assert list(files.values()) == ["b[1].txt", "a.txt", "a.txt"]
 
 
-@pytest.mark.parametrize("text, name", [
-    ("The Independent Jane\nFor all the love, romance and scandal in Jane Austen", "fineweb-edu"),
-    ("The Independent", None),
-])  # fmt: skip
-def test_data_are_identified_by_their_manifest_or_first_words(tmp_path, text, name):
+def test_data_are_identified_by_their_manifest_or_first_words(tmp_path):
     """Those of a manifest count, whatever the tokens: a mixture may begin as FineWeb does."""
-    shards.write_shard(tmp_path / "x_val_000000.npy", np.array(encode([text, "more"])))
-    assert identify(tmp_path) == name
-    listed = [shards.Shard("x_val_000000.npy", 1, 1, "0" * 64, {})]
-    for source, expected in (("files", None), ("HuggingFaceFW/fineweb", "fineweb")):
-        shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 100, shards=listed))
-        assert identify(tmp_path) == expected
+    text = "The Independent Jane\nFor all the love, romance and scandal in Jane Austen"
+    for words, name in ((text, "fineweb-edu"), (text[:15], None)):
+        shards.write_shard(tmp_path / "x_val_000000.npy", np.array(encode([words, "more"])))
+        assert identify(tmp_path) == name
+    for source, name in (("files", None), ("HuggingFaceFW/fineweb", "fineweb")):
+        shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 100))
+        assert identify(tmp_path) == name
 
 
 @pytest.fixture
@@ -110,7 +107,7 @@ def test_files_are_downloaded_and_deleted_one_by_one(tmp_path, hub, monkeypatch)
     assert read_tokens(out) == encode(hub.documents)
     assert len(on_disk) == 5 and max(map(len, on_disk)) <= 2 and not (out / ".source").exists()
     source = shards.read_manifest(out).source
-    assert len(source.revision) == 40 and all(file.bytes > 0 for file in source.files)
+    assert all(file.bytes > 0 for file in source.files)
 
     # A removed shard is made again, from the second of the five files on, in which it begins: of the same revision,
     # and whatever a kill has left.
