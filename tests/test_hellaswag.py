@@ -45,22 +45,28 @@ def examples():
     return [hellaswag.render(row) for row in make_hellaswag_rows(6)]
 
 
+@pytest.fixture
+def rows(tmp_path):
+    """A file of eight rows."""
+    return write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(8))
+
+
 # ------------------------------------------------------------------------- the scores
 
 
 @torch.no_grad()
-def score_plainly(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each ending, summed and mean over its tokens, each (n, 4): one ending at a time, from the raw text."""
+def score_plainly(model, rows) -> torch.Tensor:
+    """Loss of each ending, summed and mean over its tokens, (2, n, 4): one ending at a time, from the raw text."""
     encode = tokenizer.encoding().encode_ordinary
     losses = []
     for row in rows:
-        context = encode(row["ctx"])
-        for ending in (encode(" " + text) for text in row["endings"]):
-            ids = torch.tensor([context + ending])  # (1, T)
+        for text in row["endings"]:
+            ending = encode(" " + text)
+            ids = torch.tensor([encode(row["ctx"]) + ending])  # (1, T)
             logits, _ = model(ids[:, :-1])
             ending_losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")[-len(ending) :]
             losses.append((ending_losses.sum(), ending_losses.mean()))
-    return torch.tensor(losses).view(-1, 4, 2).unbind(-1)
+    return torch.tensor(losses).T.view(2, -1, 4)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -68,14 +74,14 @@ def test_scores_equal_the_plain_scorer(name, tmp_path):
     rows = [row | {"label": str(row["label"])} for row in make_hellaswag_rows(4)]  # text, as in the Hub's copy
     examples = script.load_examples(write_jsonl(tmp_path / "rows.jsonl", rows))
     model = make_network(NETWORKS[name], block_size=256)
-    sums, means = score_plainly(model, rows)
+    expected = score_plainly(model, rows)
 
     losses = hellaswag.score(model, examples, CPU)
     result = script.evaluate(model, examples, "cpu")
 
-    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
-    torch.testing.assert_close(hellaswag.normalize(losses, examples), means, atol=1e-3, rtol=1e-5)
-    acc, acc_norm = ((loss.argmin(1) == torch.arange(4)).double().mean().item() for loss in (sums, means))
+    found = torch.stack([losses, hellaswag.normalize(losses, examples)])
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
+    acc, acc_norm = (expected.argmin(2) == torch.arange(4)).double().mean(1).tolist()
     stderr = (acc_norm * (1 - acc_norm) / 3) ** 0.5
     assert result == pytest.approx({"acc": acc, "acc_norm": acc_norm, "stderr": stderr, "n": 4})
 
@@ -108,13 +114,10 @@ def test_a_long_context_loses_its_beginning(block_size):
     small = make_network(block_size=block_size)
     row = {"ctx": " dog" * 60, "endings": ["cat " * n for n in (3, 5, 7, 9)], "label": 0}
     example = hellaswag.render(row)
-
-    losses = hellaswag.score(small, [example], CPU)
-
     # Each " dog" is one token. With the longest ending, whose last token is not read, they fill all positions.
     longest = max(map(len, example.endings))
-    sums, _ = score_plainly(small, [row | {"ctx": " dog" * (block_size + 1 - longest)}])
-    torch.testing.assert_close(losses, sums, atol=1e-3, rtol=1e-5)
+    expected = score_plainly(small, [row | {"ctx": " dog" * (block_size + 1 - longest)}])[0]
+    torch.testing.assert_close(hellaswag.score(small, [example], CPU), expected, atol=1e-3, rtol=1e-5)
 
 
 def test_shapes_are_few_and_batches_within_bounds():
@@ -159,55 +162,50 @@ def test_a_bad_row_is_refused(bad, tmp_path):
 # ------------------------------------------------------------------------- the command line
 
 
-def test_every_row_is_written_with_its_losses(run_main, model, tmp_path):
+def test_every_row_is_written_with_its_losses(run_main, model, rows, tmp_path):
     """-m and -d are the short flags of build-nanogpt's hellaswag.py."""
-    data = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(8))
-    examples = hellaswag.load_examples(data, 6)
+    examples = hellaswag.load_examples(rows, 6)
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
     losses = hellaswag.score(model, examples, CPU)
 
-    flags = ("-m", tmp_path, "-d", "cpu", "--data", data, "--limit", 6, "--per-example", tmp_path / "out")
+    flags = ("-m", tmp_path, "-d", "cpu", "--data", rows, "--limit", 6, "--per-example", tmp_path / "out")
     output = run_main(*flags, "--dtype", "float32")
 
     assert output.endswith(hellaswag.describe_score(hellaswag.summarize(losses, examples)) + "\n")
     means = hellaswag.normalize(losses, examples)
-    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    for i, row in enumerate(rows):
-        assert (row["index"], row["label"]) == (i, examples[i].label)
-        assert (row["pred"], row["pred_norm"]) == (losses[i].argmin(), means[i].argmin())
-        assert row["losses"] == pytest.approx(losses[i].tolist(), rel=1e-5)
-        assert row["losses_norm"] == pytest.approx(means[i].tolist(), rel=1e-5)
-    assert len(rows) == 6
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        assert (line["index"], line["label"]) == (i, examples[i].label)
+        assert (line["pred"], line["pred_norm"]) == (losses[i].argmin(), means[i].argmin())
+        assert line["losses"] + line["losses_norm"] == pytest.approx(losses[i].tolist() + means[i].tolist(), rel=1e-5)
+    assert len(lines) == 6
     assert "in bfloat16" in run_main(*flags, "--dtype", "bfloat16")
 
 
-def test_numbers_that_overflow_are_no_score(run_main, tmp_path):
+def test_numbers_that_overflow_are_no_score(run_main, rows, tmp_path):
     """NaN is the lowest of no four: label 0 would win. And it is not JSON."""
     model = make_network()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(3e38)  # finite
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    data = write_jsonl(tmp_path / "rows.jsonl", [ROW])
-
-    score = hellaswag.make_scorer(str(data), model.config)(model, CPU)
+    score = hellaswag.make_scorer(str(rows), model.config)(model, CPU)
     assert math.isnan(score["acc"]) and math.isnan(score["acc_norm"])
     with pytest.raises(UserError, match="not finite"):
-        run_main("--model", tmp_path, "--data", data, "--per-example", tmp_path / "out", "--dtype", "float32")
+        run_main("--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype", "float32")
     assert not (tmp_path / "out").exists()
 
 
-def test_all_rows_are_downloaded_once_or_none(run_main, tmp_path):
-    path, source = tmp_path / "data" / "my rows.jsonl", tmp_path / "source.jsonl"
-    download = ("--data", path, "--url", source.as_uri())
+def test_all_rows_are_downloaded_once_or_none(run_main, rows, tmp_path):
+    path = tmp_path / "data" / "my rows.jsonl"
     with pytest.raises(UserError, match="--data"):
         run_main("--model", "gpt2", "--data", path)
-    write_jsonl(source, [ROW] * 5)
-    with pytest.raises(UserError, match=source.as_uri()):
+    download = ("--data", path, "--url", rows.as_uri())
+    with pytest.raises(UserError, match=rows.as_uri()):
         run_main(*download)
     assert not path.exists()
 
-    write_jsonl(source, [ROW] * script.VAL_ROWS)
+    write_jsonl(rows, [ROW] * script.VAL_ROWS)
     assert "10042 rows" in run_main(*download)
-    assert path.read_bytes() == source.read_bytes()
-    source.unlink()
+    assert path.read_bytes() == rows.read_bytes()
+    rows.unlink()
     assert "10042 rows" in run_main(*download)  # what is there is not fetched again

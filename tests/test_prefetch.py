@@ -19,17 +19,14 @@ def test_prefetch_runs_ahead_by_its_depth(depth):
             yield i
         raise OSError("the end")
 
-    def produced_after_a_while():
-        time.sleep(0.05)  # the thread has come to rest
-        return len(produced)
-
     fetched = prefetch(items(), depth)
-    assert next(fetched) == 0 and produced_after_a_while() == 1 + depth
-    assert next(fetched) == 1 and produced_after_a_while() == 2 + depth
+    for i in range(2):
+        assert next(fetched) == i
+        time.sleep(0.05)  # the thread comes to rest
+        assert len(produced) == i + 1 + depth
 
     # The others come in order, and then the error of the thread.
-    for i in range(2, 9):
-        assert next(fetched) == i
+    assert [next(fetched) for _ in range(7)] == [2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(OSError, match="the end"):
         next(fetched)
 
