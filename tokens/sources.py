@@ -24,7 +24,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from system.cli import UserError, explain_errors, require
+from system.cli import explain_errors, require
 from system.huggingface import open_hub
 from tokens import shards
 from tokens.prefetch import prefetch
@@ -177,19 +177,13 @@ def describe_hub(
     if chosen_split:
         paths = list_split(repo, start, chosen_split, revision)
     else:
-        paths = list_below(repo, start, sorted(sizes))
+        below = [name for name in sorted(sizes) if name.startswith(start)]
+        paths = [name for name in below if name.endswith(".parquet")]
+        paths = paths or [name for name in below if name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))]
+        require(paths, f"{repo} has no .parquet or .jsonl whose path starts with {start}; give another --subset")
     # A card that names a file of another place ends here.
     files = [SourceFile(path, sizes[path]) for path in paths]
     return Source(repo, start, revision, files, column, chosen_split)
-
-
-def list_below(repo: str, start: str, names: list[str]) -> list[str]:
-    """The paths of a dataset that begin with `start`: of parquet files, or if there are none of .jsonl."""
-    for suffixes in ((".parquet",), (".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        paths = [name for name in names if name.startswith(start) and name.endswith(suffixes)]
-        if paths:
-            return paths
-    raise UserError(f"{repo} has no .parquet or .jsonl whose path starts with {start}; give another --subset, or none")
 
 
 def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
@@ -215,14 +209,13 @@ def download(source: Source, first_file: int, folder: Path) -> Iterator[Path]:
     # What a killed download leaves has a random name, and nobody else removes it.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
-    def download_each() -> Iterator[Path]:
-        for file in source.files[first_file:]:
-            with open_hub() as api:
-                path = api.hf_hub_download(
-                    source.name, file.path, repo_type="dataset", revision=source.revision, local_dir=folder
-                )
-            yield Path(path)
+    def fetch(file: SourceFile) -> Path:
+        with open_hub() as api:
+            path = api.hf_hub_download(
+                source.name, file.path, repo_type="dataset", revision=source.revision, local_dir=folder
+            )
+        return Path(path)
 
-    for path in prefetch(download_each(), 1):
+    for path in prefetch(map(fetch, source.files[first_file:]), 1):
         yield path
         path.unlink()
