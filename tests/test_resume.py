@@ -236,8 +236,8 @@ def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
     train_quickstart(flags, run, "--max-steps", "5", "--resume", "auto")
 
     assert open_model(run).config == network
-    assert json.loads((run / "config.json").read_text())["init_from"] == str(tmp_path)
-    assert checkpoint.read_train_state(run)["config"]["init_from"] == str(tmp_path)
+    for config in (json.loads((run / "config.json").read_text()), checkpoint.read_train_state(run)["config"]):
+        assert config["init_from"] == str(tmp_path) and config["model"]["vocab_size"] == 320
     assert list(load_curve(run)) == list(range(6))
     with pytest.raises(UserError, match="n_layer is 2, not 3"):
         train_quickstart(flags, tmp_path / "other", *begin, "--model.n-layer", "3")
