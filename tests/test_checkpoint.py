@@ -20,7 +20,7 @@ from system.cli import UserError
 from weights import checkpoint, names
 from weights.open_model import open_and_describe, open_model
 
-SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
+SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24)  # the default, 12 heads, would fit, too
 
 # A network unlike GPT-2's: a checkpoint must also keep the fields that GPT-2 has no use for.
 MODERN = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
@@ -207,6 +207,8 @@ def test_a_failed_write_loses_nothing(tmp_path):
     try:
         with pytest.raises(UserError, match=r"(?s)step 2 \(OSError: \[Errno 27\]"):
             save(tmp_path / "run", 2, writer=writer)
+        with pytest.raises(OSError, match="Errno 27"):
+            checkpoint.write(tmp_path / "large", {"weight": torch.zeros(10**5)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
