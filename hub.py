@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lifecycle import metrics
 from model import GPT
-from system.cli import ArgumentParser, UserError, print0, require, run_cli
+from system.cli import ArgumentParser, print0, require, run_cli
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
@@ -60,21 +60,21 @@ def download(api: HfApi, repo: str, repo_type: str, names: Collection[str], fold
     """Download files of a branch into `folder`, and check their hashes. A file that is already there is never replaced:
     it must have the same content."""
 
-    def find_difference() -> str | None:
+    def find_differences() -> list[str]:
         found = api.verify_repo_checksums(repo, repo_type=repo_type, revision=branch, local_dir=folder)
-        return next((file["path"] for file in found.mismatches if file["path"] in names), None)
+        return [file["path"] for file in found.mismatches if file["path"] in names]
 
     folder.mkdir(parents=True, exist_ok=True)
-    name = find_difference()
+    different = ", ".join(find_differences())
     fix = "pull into an empty folder, or move the file away"
-    require(name is None, f"{folder} has a different {name} than {repo}; {fix}")
+    require(not different, f"{folder} has a different {different} than {repo}; {fix}")
 
     patterns = [glob.escape(name) for name in names]
     api.snapshot_download(repo, repo_type=repo_type, revision=branch, local_dir=folder, allow_patterns=patterns)
-    name = find_difference()
-    if name is not None:
+    damaged = find_differences()
+    for name in damaged:
         (folder / name).unlink()
-        raise UserError(f"{name} of {repo} arrived damaged; pull again")
+    require(not damaged, f"{', '.join(damaged)} of {repo} arrived damaged; pull again")
 
 
 # ------------------------------------------------------------------------- token shards
