@@ -51,9 +51,18 @@ TABLE = """
 1 | TRAIN --seed 18446744073709551616                      | --seed 18446744073709551616
 1 | TRAIN --out-dir text.txt/run                           | text.txt
 1 | fineweb.py --source none.txt                           | none.txt
+1 | fineweb.py --source '*.none' --out NEW                 | *.none
+1 | fineweb.py --source text.txt                           | --out
+1 | fineweb.py --source text.txt bad.xml --out NEW         | bad.xml
 1 | fineweb.py --source bad.jsonl --out NEW                | bad.jsonl (line 2
+1 | fineweb.py --source empty.jsonl --out NEW              | no text in empty.jsonl
+1 | fineweb.py --source empty.txt --out NEW                | no text in empty.txt
+1 | fineweb.py --source separated.txt --out NEW            | no text in separated.txt
+1 | fineweb.py --source rows.jsonl --out NEW               | no text in rows.jsonl
 1 | fineweb.py --source OWNER/NAME --out NEW               | 127.0.0.1:9
 2 | fineweb.py --source text.txt --shard-size 0            | --shard-size
+2 | fineweb.py --source text.txt --shard-size 1.5          | --shard-size
+2 | fineweb.py --source text.txt --limit-tokens inf        | --limit-tokens
 1 | hellaswag.py --limit -1                                | --limit -1
 1 | hellaswag.py --data empty.jsonl                        | empty.jsonl
 1 | hellaswag.py --data NEW --url http://127.0.0.1:9/x     | http://127.0.0.1:9/x
@@ -103,6 +112,7 @@ def stage(one_run, tmp_path_factory):
 
     row = json.dumps({"text": "a", "ctx": "a", "endings": ["b " * 9] * 4, "label": 0})
     texts = {"text.txt": "some text " * 100, "bad.xml": "<x/>", "empty.jsonl": "\n\n"}
+    texts |= {"empty.txt": "", "separated.txt": "<|endoftext|>\n", "rows.jsonl": '{"text": ""}'}
     texts |= {"good.jsonl": f"{row}\n", "bad.jsonl": f'{row}\n{{"text": 3}}\n'}
     for name, text in texts.items():
         (folder / name).write_text(text)

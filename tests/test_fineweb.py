@@ -22,7 +22,7 @@ from corpora import (
 from helpers import make_documents
 
 import fineweb
-from system.cli import UsageError, UserError
+from system.cli import UserError
 from system.files import lock_folder
 from tokens import documents as readers
 from tokens import shards
@@ -274,32 +274,6 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
     text_file.write_text(text_file.read_text().replace("some", "else"))
     with pytest.raises(UserError, match="revision"):
         run_fineweb(*flags)
-
-
-@pytest.mark.parametrize("words", ["--shard-size 1.5", "--limit-tokens 0", "--limit-tokens inf"])
-def test_a_number_of_tokens_is_whole_and_positive(words):
-    with pytest.raises(UsageError, match=words.split()[0]):
-        run_fineweb(*words.split())
-
-
-@pytest.mark.parametrize("source, named", [
-    ("none.txt", "none.txt"), ("*.none", "none"), ("my/*", "sub.tsv"), ("a.txt", "--out"),
-])  # fmt: skip
-def test_a_source_that_cannot_be_read_is_named(tmp_path, text_file, monkeypatch, source, named):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my" / "deeper").mkdir(parents=True)
-    (tmp_path / "my" / "sub.tsv").write_text("text")
-    with pytest.raises(UserError, match=named):
-        run_fineweb("--source", source, *(() if named == "--out" else ("--out", "out")))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name, content", [("a.txt", b"<|endoftext|>\n"), ("a.txt", b""), ("a.jsonl", b'{"text": ""}')])
-def test_a_source_without_text_is_refused(tmp_path, quick, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"no text in {name}"):
-        run_fineweb("--source", tmp_path / name, "--out", tmp_path / "out")
-    assert not shards.read_manifest(tmp_path / "out").complete
 
 
 def test_shards_of_others_are_left_alone(tmp_path, text_file):
