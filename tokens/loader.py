@@ -113,11 +113,6 @@ class DataOrder:
         self.shuffle = shuffle
         self.shards_per_group = shards_per_group if shuffle else 1
 
-    def identity(self) -> str:
-        """A suffix of the data's fingerprint, by which a resumed run finds the same order: "-3" means groups of 3
-        shards. Seed and shuffle are not in it: they are settings. Whoever changes this code adds a version here."""
-        return f"-{self.shards_per_group}" if self.shards_per_group > 1 else ""
-
     def span(self, start: int, count: int) -> np.ndarray:
         """(count, 2) int64 of (shard, sequence) for the stream positions start .. start + count - 1."""
         pieces = []
@@ -192,8 +187,10 @@ class Loader:
         self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
 
     def fingerprint(self) -> str:
-        """What a resumed run must find again: a hash of the folder's shards, and the identity of their order."""
-        return self.data_id + self.order.identity()
+        """What a resumed run must find again: a hash of the folder's shards and, if they are shuffled in groups, the
+        size of these. Seed and shuffle are not in it: they are settings. Whoever changes the order adds a version."""
+        size = self.order.shards_per_group
+        return self.data_id if size == 1 else f"{self.data_id}-{size}"
 
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed, or has an
