@@ -118,14 +118,12 @@ def test_wider_ids_are_answered_with_the_line_that_converts_them(tmp_path, token
 # ------------------------------------------------------------------------- tables
 
 
-@pytest.mark.parametrize("values", [
-    pa.array(["one", None, "è"]).dictionary_encode(),
-    pa.array([b"one", None, "è".encode()]),
-    pa.array(["one", None, "è"], pa.string_view()),
-])  # fmt: skip
-def test_every_type_of_parquet_that_is_text(tmp_path, values):
-    pq.write_table(pa.table({"body": values}), tmp_path / "a.parquet")
-    assert read_documents(tmp_path / "a.parquet", column="body") == ["one", "è"]
+def test_every_type_of_parquet_that_is_text(tmp_path):
+    texts = ["one", None, "è"]
+    values = [pa.array(texts).dictionary_encode(), pa.array(texts, pa.binary()), pa.array(texts, pa.string_view())]
+    pq.write_table(pa.table(values, list("abc")), tmp_path / "a.parquet")
+    for column in "abc":
+        assert read_documents(tmp_path / "a.parquet", column=column) == ["one", "è"]
 
 
 def test_lines_of_json_arrive_as_they_stand(tmp_path):
