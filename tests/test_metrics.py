@@ -55,23 +55,23 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
     # A card that would need 0.4123 s for a step at its peak.
     flops_per_second = GPT(SMALL).flops_per_token(1024) * 524288 / 0.4123
     monkeypatch.setattr(cards, "peak_flops", lambda device: flops_per_second)
-    logger = make_logger(tmp_path, start_step=6)
+    logger = make_logger(tmp_path, start_step=3600)
     row = {"train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25}
 
     # The first step compiles: it says nothing about the time to go.
-    logger.log_step({"step": 6, "val_loss": 4.0} | row, seconds=60.0)
+    logger.log_step({"step": 3600, "val_loss": 4.0} | row, seconds=60.0)
     assert "eta" not in capsys.readouterr().out
 
     # The second step of a run that has lasted an hour, 1.25 s after the first.
     logger.start_time -= 3600
     logger.first_step_time -= 1.25
-    logger.log_step({"step": 7} | row, seconds=1.0, waited_s=0.25)
+    logger.log_step({"step": 3601} | row, seconds=1.0, waited_s=0.25)
     printed = capsys.readouterr().out
-    values = "7/7209 3.500000 6.0000e-04 0.2500 1000.00ms 524,288 41.2% 250ms 2h30m $20.00".split()
+    values = "3601/7209 3.500000 6.0000e-04 0.2500 1000.00ms 524,288 41.2% 250ms 1h15m $20.00".split()
     assert [value for value in values if value not in printed] == []
     first, second = load_metrics(tmp_path)
-    assert first["step"] == 6 and first["val_loss"] == 4.0
-    values = {"step": 7, "train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25, "step_ms": 1000.0}
+    assert first["step"] == 3600 and first["val_loss"] == 4.0
+    values = {"step": 3601, "train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25, "step_ms": 1000.0}
     assert second == values | {"wait_ms": 250.0, "tokens_per_second": 524288.0, "mfu": pytest.approx(0.4123)}
 
 
