@@ -1,13 +1,9 @@
 """Fixtures shared by the tests: tiny data, and the ways to run a script of the project.
 
-Three ways to run a script, quickest first:
+Ways to run a script, besides calling its functions or helpers.run_main:
 
-    run_in_fork("infer.py", run, "Hello")        a forked process: its own streams, folder, environment and exit code
-    run_ranks(2, "train_gpt2.py", "quickstart")  several such processes, which are the ranks of one run
+    run_ranks(2, "train_gpt2.py", "quickstart")  forked processes, which are the ranks of one run
     run_script("infer.py", "--help")             a new interpreter, as a user types it: seconds for the imports alone
-
-`start_script` starts a forked process and returns at once, for tests that send signals to it. `expect_failure` runs a
-script that must end with one clear message.
 """
 
 import itertools
@@ -102,23 +98,17 @@ def gpus() -> dict[str, str]:
 # ------------------------------------------------------------------------- running scripts
 
 
-def check_exit_code(done: subprocess.CompletedProcess, check: bool) -> subprocess.CompletedProcess:
-    """The process as it is; with `check`, an exit code other than 0 fails the test and shows the end of the output."""
-    text = f"{done.args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert done.returncode == 0 or not check, text
-    return done
-
-
 @pytest.fixture
 def run_script():
     """run_script("infer.py", "--help", env={...}) -> CompletedProcess of a command as a user types it, in a new
-    interpreter. That takes seconds, so one test of each script does it. returncode is checked unless check=False."""
+    interpreter. That takes seconds, so one test of each script does it."""
 
-    def run(*args, check=True, env=None, cwd=None):
+    def run(*args, env=None, cwd=None):
         command = [sys.executable, *map(str, (ROOT / args[0], *args[1:]))]
         env = {**os.environ, "OMP_NUM_THREADS": "2", **(env or {})}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=cwd)
-        return check_exit_code(done, check)
+        assert done.returncode == 0, f"{args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done
 
     return run
 
@@ -129,41 +119,6 @@ def new_log_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("output")
     numbers = itertools.count()
     return lambda: folder / f"output-{next(numbers)}"
-
-
-@pytest.fixture
-def run_in_fork(new_log_path):
-    """As run_script, with the same arguments and `input`, in a forked process (see processes.py): a tenth of a second
-    and more."""
-
-    def run(script, *args, check=True, timeout=120, input="", **how):
-        stdin_path, out, log = new_log_path(), new_log_path(), new_log_path()
-        stdin_path.write_text(input)
-        ended = processes.start(script, *args, log=log, out=out, input=stdin_path, **how).wait(timeout)
-        stdout, stderr = (path.read_text(errors="replace") for path in (out, log))
-        return check_exit_code(subprocess.CompletedProcess([script, *args], ended.exit_code, stdout, stderr), check)
-
-    return run
-
-
-@pytest.fixture
-def expect_failure(run_in_fork):
-    """expect_failure("hub.py", ..., mentions=["value", "rule"]): the script ends with an exit code other than 0 and
-    without a traceback, and its output has each of these words, in whatever case."""
-
-    def check(*args, mentions=(), **how):
-        done = run_in_fork(*args, check=False, **how)
-        text = done.stdout + done.stderr
-        assert done.returncode != 0 and "Traceback" not in text, text
-        assert [words for words in mentions if words.lower() not in text.lower()] == [], text
-
-    return check
-
-
-@pytest.fixture
-def start_script(new_log_path):
-    """start_script("train_gpt2.py", ...) -> a running processes.Script, with the arguments of processes.start."""
-    return lambda *args, **how: processes.start(*args, **{"log": new_log_path(), **how})
 
 
 @pytest.fixture

@@ -1,17 +1,17 @@
-"""A script in a process of its own, forked from a server that has imported torch: 0.1 seconds instead of 3.
+"""Ranks, and other scripts in a process of their own, forked from a server that has imported torch: 0.1 seconds instead
+of 3.
 
-    script = start("train_gpt2.py", "quickstart", ..., log=path)    # returns at once
-    script.wait_until(lambda: "val loss" in script.output)
+    output = run_ranks(2, "train_gpt2.py", "quickstart", ..., log=path)
+    script = start(sleep_forever, log=path)                         # a function; returns at once
     script.send(signal.SIGINT)
     assert script.wait().exit_code == 0, script.output
 
-The process is a real one: it has its own streams, environment, folder and exit code, and it dies of real signals. What
-the server has imported already is all that differs from a command that is typed.
+The process is a real one: it has its own streams, environment and exit code, and it dies of real signals. What the
+server has imported already is all that differs from a command that is typed.
 
     test process --asks--> fork server (has imported torch and the scripts) --forks--> script
 
-The fixtures of conftest.py wrap what is here; tests of signals, ranks and faults use it directly. The last section is
-about real torchrun processes, which are not forked.
+The last section is about real torchrun processes, which are not forked.
 """
 
 from __future__ import annotations
@@ -53,27 +53,16 @@ def forkserver_context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run_in_child(
-    script: str | Callable, argv: list[str], streams: list[str], folder: str, env: dict[str, str], prepare: Callable
-) -> None:
-    """In the new process: do what a shell does before a command (streams, folder, environment, arguments), then what
-    `prepare` does, which may plant a fault, then run the script's main."""
-    # Stream 0 is read from a file; streams 1 and 2 are appended to files. multiprocessing has given sys.stdin another
-    # number, for an empty file: give it back stream 0.
-    stdin_path, *output_paths = streams
-    os.dup2(os.open(stdin_path, os.O_RDONLY), 0)
-    for stream, path in enumerate(output_paths, start=1):
+def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict[str, str], prepare: Callable) -> None:
+    """In the new process: do what a shell does before a command, then what `prepare` does, which may plant a fault,
+    then run the script's main."""
+    for stream, path in ((1, log), (2, f"{log}.err")):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = (open(stream, "w", closefd=False) for stream in (1, 2))
-
-    # Tests that are run in the background of a shell ignore Ctrl-C, and so would their processes.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    # The folder and the environment, in place of those of the server.
-    os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    # Tests that are run in the background of a shell ignore Ctrl-C, and so would their processes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     # The tests run side by side, so one thread must do. And Python's resource tracker must not warn, at its end, of
     # what a killed process has not closed.
@@ -83,20 +72,21 @@ def run_in_child(
     # The script, as if its arguments had been typed, with the planted fault, if any.
     sys.argv = [str(script), *argv]
     prepare()
-    run_cli(importlib.import_module(script).main if isinstance(script, str) else script)
+    run_cli(importlib.import_module(script.removesuffix(".py")).main if isinstance(script, str) else script)
 
 
 @dataclass
 class Script:
-    """A script that has been started; its output goes to the file `log`."""
+    """A script that has been started; what it prints goes to the file `log`, and its errors to one beside that."""
 
     process: multiprocessing.Process
     log: Path
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
+        """What it has printed so far, on stdout, then on stderr."""
+        paths = (self.log, self.log.with_name(f"{self.log.name}.err"))
+        return "".join(path.read_text(errors="replace") for path in paths if path.exists())
 
     @property
     def exit_code(self) -> int | None:
@@ -120,34 +110,15 @@ class Script:
             raise AssertionError(f"it hung for {seconds} seconds\n{self.output[-4000:]}")
         return self
 
-    def wait_until(self, condition: Callable[[], object]) -> bool:
-        """Wait until a condition holds, or it has ended. Returns whether the condition holds."""
-        wait_for(lambda: condition() or not self.process.is_alive())
-        return bool(condition())
-
 
 def do_nothing() -> None:
     """The `prepare` of a process in which no fault is planted."""
 
 
-def start(script, *argv, log: Path, out=None, cwd=None, env=None, prepare=do_nothing, input=os.devnull) -> Script:
-    """Start a script and return at once.
-
-    Args:
-        script: `train_gpt2` or `train_gpt2.py`, or a function of a module that can be imported.
-        argv: its arguments, which are made strings.
-        log: the file of both output streams or, with `out`, of stderr alone.
-        out: the file of stdout, if it is to be another one.
-        cwd: the folder it runs in; this process's by default.
-        env: variables beside those of this process.
-        prepare: a function of a module, called in the new process before the script.
-        input: the file that it reads as stdin.
-    """
-    if isinstance(script, str):
-        script = script.removesuffix(".py")
-    streams = [str(input), str(out or log), str(log)]
-    folder, variables = str(cwd or os.getcwd()), {**os.environ, **(env or {})}
-    args = (script, [str(word) for word in argv], streams, folder, variables, prepare)
+def start(script, *argv, log: Path, env=None, prepare=do_nothing) -> Script:
+    """Start a script, a file or a function, and return at once. env: variables beside those of this process.
+    prepare: a function of a module, called in the new process before the script."""
+    args = (script, [str(word) for word in argv], str(log), {**os.environ, **(env or {})}, prepare)
     process = forkserver_context().Process(target=run_in_child, args=args)
     process.start()
     return Script(process, log)

@@ -16,6 +16,7 @@ from helpers import (
     write_tiny_model,
 )
 from networks import NETWORKS, make_network
+from processes import start
 
 import train_gpt2
 from training.forward import Forward
@@ -35,10 +36,15 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not has_nvidia_gpu(), reaso
 
 
 @pytest.fixture
-def run_on_gpu(gpus, run_in_fork):
+def run_on_gpu(gpus, new_log_path):
     """run_on_gpu("infer.py", ...) -> what a script or a function of this file prints, in a process that sees a GPU."""
-    env = {"CUDA_VISIBLE_DEVICES": "0", **gpus}
-    return lambda script, *args: run_in_fork(script, *args, env=env, timeout=200).stdout
+
+    def run(script, *args):
+        ended = start(script, *args, log=new_log_path(), env={"CUDA_VISIBLE_DEVICES": "0", **gpus}).wait(200)
+        assert ended.exit_code == 0, ended.output
+        return ended.log.read_text()
+
+    return run
 
 
 @pytest.fixture

@@ -74,5 +74,5 @@ def print_and_signal() -> None:
             print("words " * 999, flush=True)
 
 
-def test_a_signal_may_come_twice_and_in_a_print(run_in_fork):
-    assert run_in_fork(print_and_signal).stderr.count("stopping after this step") == 2
+def test_a_signal_may_come_twice_and_in_a_print(run_ranks):
+    assert run_ranks(1, print_and_signal).count("stopping after this step") == 2
