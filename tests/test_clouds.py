@@ -62,34 +62,36 @@ def test_slurm_starts_a_torchrun_on_each_node(run_slurm_job, job_id, port, minut
     assert seconds - 30 <= int(cfg.time_limit) <= seconds
 
 
-@pytest.mark.parametrize(
-    "status, reason, code, requeued",
-    [
-        ("stopped", "the time limit", 0, True),
-        ("stopped", "another rank", 0, True),  # whose clock was first
-        ("stopped", "signal SIGTERM", 1, True),
-        ("stopped", "signal SIGINT", 0, False),
-        ("finished", "", 0, False),
-        ("user_error", "out of memory; stopped signal SIGTERM", 1, False),
-        (None, "", 1, False),  # crashed
-    ],
-)
-def test_slurm_queues_a_job_again_if_its_time_is_over(run_slurm_job, tmp_path, status, reason, code, requeued):
+# How the trainer ended, and why; torchrun's exit code. Only a run whose time is over is queued again: another rank's
+# clock may have been first. Without a status it has crashed.
+ENDS = """
+stopped    | the time limit                        | 0 | again
+stopped    | another rank                          | 0 | again
+stopped    | signal SIGTERM                        | 1 | again
+stopped    | signal SIGINT                         | 0 |
+finished   |                                       | 0 |
+user_error | out of memory; stopped signal SIGTERM | 1 |
+           |                                       | 1 |
+"""
+
+
+@pytest.mark.parametrize("row", ENDS.strip("\n").splitlines())
+def test_slurm_queues_a_job_again_if_its_time_is_over(run_slurm_job, tmp_path, row):
+    status, reason, code, again = (word.strip() for word in row.split("|"))
     # The status that an earlier start of the same job has left must not count.
     left = json.dumps({"status": "stopped", "reason": "the time limit"})
     (tmp_path / "gpt2-7.status.json").write_text(left)
 
     written = json.dumps({"status": status, "reason": reason}) if status else ""
-    exit_code, calls = run_slurm_job(STATUS=written, CODE=str(code))
-    assert (["scontrol", "requeue", "7"] in calls) == requeued
-    assert exit_code == (0 if requeued else code)
+    exit_code, calls = run_slurm_job(STATUS=written, CODE=code)
+    assert (["scontrol", "requeue", "7"] in calls) == bool(again)
+    assert exit_code == (0 if again else int(code))
 
 
 def test_the_image_has_every_file_that_a_command_needs():
     lines = (ROOT / "cloud/Dockerfile").read_text().splitlines()
-    sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    install = [ROOT / name for name in ("Makefile", "requirements.txt", "constraints.txt")]
-    needed = [*install, ROOT / "train.sh", *ROOT.glob("*.py")]
-    needed += [path.parent for path in ROOT.glob("*/__init__.py")]
-    assert {path.name for path in needed} <= {path.name for source in sources for path in ROOT.glob(source)}
+    patterns = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    copied = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    needed = {ROOT / name for name in ("Makefile", "requirements.txt", "constraints.txt", "train.sh")}
+    assert needed | {*ROOT.glob("*.py")} | {path.parent for path in ROOT.glob("*/__init__.py")} <= copied
     assert os.access(ROOT / "train.sh", os.X_OK)
