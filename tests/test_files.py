@@ -58,14 +58,16 @@ def test_a_folder_is_one_process_until_it_is_killed(tmp_path):
     if child == 0:
         with lock_folder(folder):
             os.write(locked, b"!")
-            time.sleep(600)
+            time.sleep(60)
+            os._exit(1)
     os.read(ready, 1)
 
-    with pytest.raises(TransientError, match=str(folder)), lock_folder(folder):
-        pytest.fail("two processes in one folder")
-
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        with pytest.raises(TransientError, match=str(folder)), lock_folder(folder):
+            pytest.fail("two processes in one folder")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     with lock_folder(folder):
         pass
 
