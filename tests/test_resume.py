@@ -3,6 +3,7 @@ with other settings, other data or other weights."""
 
 import itertools
 import json
+import time
 
 import pytest
 from corpora import read_bytes
@@ -64,9 +65,10 @@ def test_an_interrupted_run_ends_with_the_same_bits(tiny_args, tmp_path, monkeyp
 
 
 def test_a_resumed_step_is_evaluated_again(tiny_args, tmp_path, one_run, monkeypatch):
-    """A step is saved before its evaluations, which may never end."""
+    """A step is saved before its evaluations, which may never end; a crash waits for the write."""
     flags, run = [*tiny_args, "--save-every", "4"], tmp_path / "run"
-    validate, validations = evaluator.validate, []
+    validate, validations, write = evaluator.validate, [], checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.05), write(*args)))
 
     def killed_at_step_8(*args):
         validations.append(args)
