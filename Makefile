@@ -71,5 +71,5 @@ gpu-report: .venv/.installed-dev ## measure this machine's GPU in half an hour, 
 
 # A .venv that is mounted, as in a container, cannot be removed: it is emptied.
 clean: ## remove .venv and caches, but neither data/ nor log/
-	rm -rf .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info __pycache__ */__pycache__ */*/__pycache__
+	rm -rf .cache .pytest_cache .ruff_cache .mypy_cache build *.egg-info __pycache__ */__pycache__ */*/__pycache__
 	rm -rf .venv 2>/dev/null || [ -z "$$(ls -A .venv)" ]

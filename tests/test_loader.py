@@ -59,6 +59,30 @@ def test_groups_of_shards_fill_the_pool(tiny_data, monkeypatch, pool_tokens, sha
     assert data.fingerprint() == shards.fingerprint(tiny_data) + suffix
 
 
+ORDERS = [
+    DataOrder(sizes, seed, shuffle, shards_per_group)
+    for sizes in ([9], [3, 0, 5, 2, 4], [0, 7, 1, 40])
+    for seed in (0, -3, 2**63 - 1)
+    for shuffle, shards_per_group in ((False, 1), (True, 1), (True, 2), (True, 9))
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_sequence_comes_once_an_epoch(order):
+    """And a step has the same sequences, in one order, whatever the ranks and the micro-batch."""
+    expected = [(shard, i) for shard, size in enumerate(order.sequences_per_shard) for i in range(size)]
+    for epoch in (0, 1, 4):
+        n = order.sequences_per_epoch
+        assert sorted(map(tuple, order.span(epoch * n, n).tolist())) == expected
+
+    data = object.__new__(Loader)  # its files are not needed to know its order
+    data.order = order
+    for step, ranks, B in ((0, 1, 12), (7, 2, 3), (7, 3, 1), (23, 4, 3), (23, 2, 2)):
+        # (ranks, micro_steps, B, 2): in the order of micro-steps, then ranks, they are the whole step.
+        parts = [data.step_sequences(step, 12, B, rank, ranks) for rank in range(ranks)]
+        assert (np.stack(parts, axis=1).reshape(-1, 2) == order.span(step * 12, 12)).all()
+
+
 def test_the_order_never_changes(tiny_data):
     """Runs that are resumed would see other data."""
     assert permutation(8, 1337, 0).tolist() == [0, 7, 5, 6, 3, 1, 2, 4]

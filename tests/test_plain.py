@@ -122,9 +122,10 @@ def test_the_comparison_finds_a_planted_fault(right_config, tmp_path, fault):
     assert is_rounding(differences) == (fault == "none"), differences
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypatch, capsys):
     """From its last save, which may be several steps before the kill; and not with other settings."""
-    cfg = replace(right_config, out_dir=str(tmp_path), save_every=3, resume="auto")
+    cfg = replace(right_config, out_dir=str(tmp_path), save_every=3, resume="auto", sample_every=4)
+    monkeypatch.setattr(train_gpt2_plain, "sample_text", lambda *_: "a sample")
     write_row = train_gpt2_plain.write_row
 
     def die(out_dir, row):
@@ -143,6 +144,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypat
 
     differences = largest_differences(Path(right_config.out_dir), tmp_path)
     assert set(differences.values()) == {0}
+    assert capsys.readouterr().out.count("a sample") == 5  # at step 4 of each start, at 8 and at the end
     with pytest.raises(UserError, match="not empty"):
         train_gpt2_plain.train(replace(cfg, resume="none"))
 
