@@ -444,7 +444,7 @@ class GPT(nn.Module):
         about ln(V). Targets of -100 are left out.
         """
         # A change of the loss belongs in four places: here, in training/forward.py, which computes it in chunks for
-        # train_gpt2.py, in hellaswag.py, for each text, and in weights/modeling_gpt.py, for transformers.
+        # train_gpt2.py, in lifecycle/hellaswag.py, for each text, and in weights/modeling_gpt.py, for transformers.
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None

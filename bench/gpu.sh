@@ -42,7 +42,7 @@ part "$PYTHON" -m pytest tests/test_cuda.py
 for preset in $PRESETS; do
     part "$PYTHON" train_gpt2.py "$preset" --data-dir data/stdlib --dry-run "${FLAGS[@]}"
 done
-part "$PYTHON" train_gpt2.py quickstart --out-dir "log/gpu-$start" "${FLAGS[@]}"
+part "$PYTHON" train_gpt2.py quickstart --data-dir data/stdlib --out-dir "log/gpu-$start" "${FLAGS[@]}"
 part stop_torchrun
 # float16 is what cards without bfloat16 take; OpenAI's weights have the large gradients that can overflow in it.
 part "$PYTHON" train_gpt2.py finetune --data-dir data/stdlib --dtype float16 --max-steps 60 \

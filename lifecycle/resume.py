@@ -184,10 +184,8 @@ def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | Non
     """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
     Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
     wait for each other in different evaluations. Every rank must call it."""
-    # Two machines may have two runs at the same step.
-    checkpoint = f"step {saved['step']} ({names.fingerprint(saved['model_file'])})" if saved else "none"
     facts = {
-        "the checkpoint to resume from": checkpoint,
+        "the step to resume from": str(saved["step"]) if saved else "none",
         "the number of steps": str(cfg.total_steps(data.order.sequences_per_epoch)),
         "the network": str(cfg.model),
         **describe_files(cfg, data),

@@ -32,10 +32,10 @@ def run_slurm_job(tmp_path):
         (bin_folder / name).write_text(f'#!/bin/sh\necho "{name} $@" | head -n 1 >> {tmp_path}/calls\n{action}\n')
         (bin_folder / name).chmod(0o755)
 
-    def run(**env):
+    def run(*words, **env):
         job = {"SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}
         env = {**job, "SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{bin_folder}:/usr/bin:/bin", **env}
-        command = ["bash", ROOT / "cloud/slurm.sbatch", "gpt2-350m", "--out-dir", "/shared/x"]
+        command = ["bash", ROOT / "cloud/slurm.sbatch", *(words or ("gpt2-350m", "--out-dir", "/shared/x"))]
         done = subprocess.run(command, env=env, capture_output=True, timeout=30)
         calls = (tmp_path / "calls").read_text().splitlines()
         return done.returncode, [shlex.split(line) for line in calls if "python" not in line]
@@ -60,6 +60,12 @@ def test_slurm_starts_a_torchrun_on_each_node(run_slurm_job, job_id, port, minut
     cfg = parse(words[words.index("train_gpt2.py") + 1 :])[0]
     assert (cfg.preset, cfg.out_dir, cfg.resume) == ("gpt2-350m", "/shared/x", "auto")
     assert seconds - 30 <= int(cfg.time_limit) <= seconds
+
+
+@pytest.mark.parametrize("words", [["--resume", "/shared/x"], ["--resume=/shared/x"]])
+def test_slurm_resumes_the_run_that_is_named(run_slurm_job, words):
+    _, calls = run_slurm_job(*words)
+    assert next(call for call in calls if call[0] == "torchrun")[-3:-2] == words[-1:]
 
 
 # How the trainer ended, and why; torchrun's exit code. Only a run whose time is over is queued again: another rank's

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -33,20 +32,6 @@ def test_a_failed_write_leaves_only_the_old_file(tmp_path, operation):
 
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_the_content_reaches_the_disk_before_the_name(tmp_path, monkeypatch):
-    calls = []
-    replace = os.replace
-
-    def record_fsync(descriptor):
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        calls.append((path.name, path.stat().st_size) if path.is_file() else path)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", lambda *paths: calls.append("rename") or replace(*paths))
-    write_file(tmp_path / "file", b"all")
-    assert calls == [(".file.part", 3), "rename", tmp_path]
 
 
 # ------------------------------------------------------------------------- locks

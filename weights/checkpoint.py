@@ -6,7 +6,7 @@
 Training writes through CheckpointWriter (lifecycle/save.py); any model is read through weights/open_model.py:
 
     writer = CheckpointWriter("log/gpt2-124m", keep=2)
-    writer.save(500, model_file(model, 500), train_state)       # returns once both are copied to host memory
+    writer.save(500, model_file(model, 500), train_state)       # returns once the weights are copied to host memory
     writer.finish()                                             # once both are on the disk
     model, facts = load("log/gpt2-124m")                         # the newest complete step
     state = read_train_state("log/gpt2-124m")                    # what --resume auto reads

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -60,14 +59,3 @@ def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
     """The runs in a folder, for a message about one that was not found."""
     runs = sorted({str(path.parent) for path in folder.glob(f"*/{files}")})
     return f"{folder} has the runs {', '.join(runs)}" if runs else f"{folder} has no runs"
-
-
-def fingerprint(model_file: Path) -> str:
-    """A text that differs if either file of a checkpoint does: the CRC-32 of what the archives say about their
-    records, which is read quickly."""
-    crc = 0
-    for path in (model_file, model_file.with_name(model_file.name.replace("model_", "optim_"))):
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                crc = zlib.crc32(f"{record.filename} {record.CRC}".encode(), crc)
-    return f"{crc:08x}"
