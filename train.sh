@@ -29,7 +29,7 @@ set -u
 pod=${RUNPOD_POD_ID-}
 : "${SHUTDOWN_CMD:=${pod:+runpodctl pod delete $pod || runpodctl remove pod $pod}}"
 
-restart_delay_s=60  # before the first restart, twice as long before the second: a volume that is down may come back
+restart_delay_s=20  # before the first restart, twice as long before the second: a volume that is down may come back
 show_log_s=15       # the start shows the log for so long
 early_mistake_s=600 # after a mistake so soon the machine stays: its user is probably still there
 push_retry_s=3600   # the push at the end is tried for so long

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from lifecycle.metrics import best_step
+from lifecycle.metrics import best_step, read_step
 from lifecycle.reference import read_references
 from lifecycle.resume import find_checkpoint, open_data, open_first_weights
 from model import GPT
@@ -105,7 +105,7 @@ def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> Non
     """Print how a run has finished, and where its best weights are, by val loss. For rank 0."""
     best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
     path = model_path(cfg.run_dir, step if best is None else best)
-    which = "" if best is None else "; lowest val loss"
+    which = "" if best is None else f"; lowest val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}"
     print0(f"done: steps {start} to {step} in {format_duration(seconds)}{which}: {path}")
 
 

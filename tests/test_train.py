@@ -41,7 +41,7 @@ def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monk
 
     val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
     best = model_path(tmp_path, min(val_losses, key=val_losses.get))
-    assert f": {best}\n" in capsys.readouterr().out and best.exists()
+    assert f" {min(val_losses.values()):.4f}: {best}\n" in capsys.readouterr().out and best.exists()
 
 
 def test_every_setting_of_the_recipe_is_in_the_table():
