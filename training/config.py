@@ -6,7 +6,6 @@
 Every module of a run takes its settings from it; training/presets.py has the presets. There are two classes:
 
     Recipe                what the weights depend on: a resumed run must have the same values
-        may_change        a resumed run may have another value
         like_a_seed       another value changes the result as little as another seed: public runs still compare
     TrainConfig(Recipe)   how a run goes: a resumed run may have another value, but all ranks must have the same
         per_rank          ranks may have different values: paths, what rank 0 alone uses, time-limit
@@ -38,28 +37,19 @@ def number_or_auto(text: str) -> int | str:
 class Recipe:
     """What the weights of a run depend on."""
 
-    init_from: str = setting(
-        "scratch",
-        "scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder",
-        heading="The first weights",
-        may_change=True,
+    seed: int = setting(
+        1337,
+        "of random weights and of the order of the data",
+        heading="Random weights and the order of the data",
+        high=2**63 - 1,
+        like_a_seed=True,
     )
-    seed: int = setting(1337, "of random weights and of the order of the data", high=2**63 - 1, like_a_seed=True)
-
     # On resume, the fingerprint of the shards is compared.
     shuffle: bool = setting(
         True,
         "shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order",
-        heading="Data and length of the run",
         like_a_seed=True,
     )
-    epochs: int = setting(
-        1, "passes over the data; replaces the preset's max-steps, but none that you type", low=1, may_change=True
-    )
-    steps_per_epoch: int = setting(
-        0, "optimizer steps counted as one epoch; 0 derives them from the data", has_flag=False, may_change=True
-    )
-    max_steps: int = setting(0, "total optimizer steps; 0: as many as --epochs takes", may_change=True)
     overfit_single_batch: bool = setting(False, "train on the first batch only: its loss must collapse")
 
     total_batch_size: int = setting(
@@ -98,6 +88,16 @@ class TrainConfig(Recipe):
     """Every setting of a run. A period (--*-every) of 0 disables that action; the end is always saved."""
 
     preset: str = setting("gpt2-124m", "the one that this config started from", has_flag=False)
+    init_from: str = setting(
+        "scratch",
+        "scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder",
+        heading="Start and length of the run",
+    )
+    epochs: int = setting(1, "passes over the data; replaces the preset's max-steps, but none that you type", low=1)
+    steps_per_epoch: int = setting(
+        0, "optimizer steps counted as one epoch; 0 derives them from the data", has_flag=False
+    )
+    max_steps: int = setting(0, "total optimizer steps; 0: as many as --epochs takes")
 
     data_dir: str = setting("data/fineweb-edu", "folder of token shards", heading="Folders", per_rank=True)
     out_dir: str = setting("", "run folder; default log/PRESET", per_rank=True)
@@ -215,15 +215,14 @@ RECIPE = {field.name for field in dataclasses.fields(Recipe)}
 
 
 def has_mark(name: str, mark: str) -> bool:
-    """Whether a setting is marked so: may_change, like_a_seed, per_rank or per_start. Settings of the network
+    """Whether a setting is marked so: like_a_seed, per_rank or per_start. Settings of the network
     ("model.n_layer") have no marks."""
     return mark in MARKS.get(name, {})
 
 
 def shapes_result(name: str) -> bool:
     """Whether a resumed run must have the value that the setting had before."""
-    is_recipe = name in RECIPE or name.startswith("model.")
-    return is_recipe and not has_mark(name, "may_change")
+    return name in RECIPE or name.startswith("model.")
 
 
 def as_flag(name: str, value: Any) -> str:
