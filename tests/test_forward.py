@@ -8,7 +8,7 @@ from networks import make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.forward import Forward, add_product_, mean_loss
+from training.forward import Forward, add_product_, cast_head, mean_loss
 
 B, T, V = 17, 128, 320  # rows for five chunks, the last one shorter
 NUM_CHUNKS = 5
@@ -113,3 +113,5 @@ def test_bfloat16_is_blind_to_what_logits_share():
     with torch.no_grad():
         model.lm_head.weight -= 100 / 64
     assert error_in_bfloat16() < 1.5 * error_without_offset
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cast_head(model.lm_head.weight).dtype == torch.bfloat16

@@ -165,6 +165,8 @@ def test_other_scripts_open_its_weights(right_config, tmp_path):
     losses = [load_metrics(run)[-1]["val_loss"], load_metrics(tmp_path / "more")[0]["val_loss"]]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     plots.draw([run], tmp_path / "curves.png")
+    row = load_metrics(run)[1]
+    assert row["tokens_per_second"] * row["step_ms"] == pytest.approx(1000 * right_config.total_batch_size)
 
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8))
     samples = train_gpt2_plain.sample_text(model, right_config, torch.device("cpu"))
