@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
     mode = Mode(typed.pop("kind", "card" if card else "train"), card)
     preset = typed.pop("preset", None)
     if preset and preset not in PRESETS:
-        raise UsageError(f"no preset {preset!r}, but {', '.join(PRESETS)}")
+        raise UsageError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
     cfg = PRESETS[preset or "gpt2-124m"]
 
     # A run continues in its own folder.

@@ -44,11 +44,6 @@ def test_a_shard_is_numpys_or_llm_cs_file(tmp_path, suffix, expected):
     assert read.dtype == np.uint16 and np.array_equal(read, TOKENS)
 
 
-def test_the_shards_of_ddp_basemodel_train_are_read(tmp_path):
-    (tmp_path / "x.bin").write_bytes(make_bin(20250211, 1, 70_000))
-    assert np.array_equal(shards.read_shard(tmp_path / "x.bin"), TOKENS)
-
-
 @pytest.mark.parametrize("name, content, value", [
     ("cut.npy", NPY[:-1], ""),
     ("swapped.npy", make_npy(np.ones(10, ">u2")), ">u2"),
@@ -59,6 +54,7 @@ def test_the_shards_of_ddp_basemodel_train_are_read(tmp_path):
     ("version.bin", make_bin(20240520, 7, 70_000), "7"),
     ("more.bin", make_bin(20240520, 1, 69_999), "69,999"),
     ("page.bin", b"<!doctype html>", ""),
+    ("other.bin", make_bin(20250211, 1, 70_000), "DDP-BASEMODEL-TRAIN"),
 ])  # fmt: skip
 def test_a_bad_shard_is_named(tmp_path, name, content, value):
     path = tmp_path / name

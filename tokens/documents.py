@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from system.cli import UserError, explain_errors, print0, require
-from tokens.shards import BIN_MAGICS, check_ids, map_shard
+from tokens.shards import BIN_MAGIC, DDP_MAGIC, check_ids, map_shard
 from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
@@ -187,7 +187,7 @@ def read_shard(path: Path, _column: str) -> Iterator[Piece]:
 
 def read_bin(path: Path, column: str) -> Iterator[Piece]:
     """llm.c's shards, told apart by their first number, or else nanoGPT's tokens."""
-    is_shard = np.isin(np.fromfile(path, "<i4", 1), BIN_MAGICS).any()
+    is_shard = np.isin(np.fromfile(path, "<i4", 1), (BIN_MAGIC, DDP_MAGIC)).any()
     yield from read_shard(path, column) if is_shard else read_nanogpt(path)
 
 

@@ -38,7 +38,8 @@ SHARD_NAME = re.compile(
 )
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR = "run the command that made or pulled the folder again"
-BIN_MAGICS = (20240520, 20250211)  # llm.c: dataloader.h; DDP-BASEMODEL-TRAIN, whose shards are otherwise the same
+BIN_MAGIC = 20240520  # llm.c: dataloader.h
+DDP_MAGIC = 20250211  # DDP-BASEMODEL-TRAIN: data_common.py; otherwise its shards are llm.c's
 BIN_VERSION = 1
 BIN_HEADER_WORDS = 256  # of int32
 
@@ -50,14 +51,15 @@ def map_bin(path: Path) -> np.memmap:
     """The tokens of llm.c's format, as np.load maps those of numpy's."""
     header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
     magic, version, n = header[:3].tolist()
-    is_known = magic in BIN_MAGICS and version == BIN_VERSION
-    require(is_known, f"its first words are {magic} and {version}, not llm.c's {BIN_MAGICS[0]} and {BIN_VERSION}")
+    require(magic != DDP_MAGIC, "it is a shard of DDP-BASEMODEL-TRAIN: make it again with fineweb.py")
+    is_known = magic == BIN_MAGIC and version == BIN_VERSION
+    require(is_known, f"its first words are {magic} and {version}, not llm.c's {BIN_MAGIC} and {BIN_VERSION}")
     return np.memmap(path, "<u2", "r", header.nbytes, n)
 
 
 def write_bin(file: BinaryIO, tokens: np.ndarray) -> None:
     header = np.zeros(BIN_HEADER_WORDS, "<i4")
-    header[:3] = BIN_MAGICS[0], BIN_VERSION, len(tokens)
+    header[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
     file.write(header.data)
     file.write(tokens.data)
 
