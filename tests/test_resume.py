@@ -149,18 +149,27 @@ def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, monkeypatc
     assert latest_step(trained_run) == 12
 
 
-@pytest.mark.parametrize("start, has_older", [("none", False), ("auto", False), ("auto", True)])
-@pytest.mark.parametrize("name, content", [("model", b"cut"), ("optim", b"cut"), ("optim", None)])
+def test_a_newer_step_without_its_optimizer_is_trained_again(tiny_args, trained_run):
+    weights = load_weights(trained_run)
+    (trained_run / "optim_00012.pt").unlink()
+    train_quickstart(tiny_args, trained_run, "--resume", "auto")
+    assert same_bits(load_weights(trained_run), weights)
+
+
+@pytest.mark.parametrize("start", ["none", "auto"])
+@pytest.mark.parametrize("name, content, has_older", [
+    ("model", b"cut", False), ("model", b"cut", True), ("optim", b"cut", False), ("optim", None, False),
+])  # fmt: skip
 def test_the_newest_weights_are_never_overwritten(trained_run, refuses, start, has_older, name, content):
-    """Damaged ones, and those of a folder pulled without --with-optimizer, alone or beside complete steps: the run
-    would start again in their place."""
+    """Damaged ones, and those of a folder pulled without --with-optimizer: the run would start again in their place."""
     for older in () if has_older else (3, 6, 9):
         model_path(trained_run, older).unlink()
     path = trained_run / f"{name}_00012.pt"
     path.unlink()
     if content:
         path.write_bytes(content)
-    refuses("--resume", start, names=r"model_00012.pt.*--init-from")
+    named = "never overwritten" if start == "none" and has_older else r"model_00012.pt.*--init-from"
+    refuses("--resume", start, names=named)
 
 
 def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
