@@ -236,11 +236,10 @@ class Attention(nn.Module):
         self.config = config
 
         # The matrices that c_attn stacks, by their rows: queries, keys, values. Muon makes each of them orthogonal by
-        # itself, and reads the rows from the parameter.
+        # itself.
         C = config.n_embd
         self.matrix_rows = (C, C, C)
         self.c_attn = nn.Linear(C, sum(self.matrix_rows), bias=config.bias)
-        self.c_attn.weight.matrix_rows = self.matrix_rows  # type: ignore[attr-defined]  # a note of our own
         self.c_proj = nn.Linear(C, C, bias=config.bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -380,15 +379,10 @@ class GPT(nn.Module):
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
         """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises RuntimeError if
         they do not match `config`."""
-        # assign=True replaces the parameters. Keep what the modules have noted on theirs (matrix_rows); tie the head
-        # again.
         model = cls.without_memory(config)
-        notes = {name: vars(p) for name, p in model.named_parameters()}
         model.load_state_dict(state, assign=True)
         if config.tied_head:
-            model.lm_head.weight = model.transformer.wte.weight
-        for name, p in model.named_parameters():
-            vars(p).update(notes[name])
+            model.lm_head.weight = model.transformer.wte.weight  # assign=True has replaced both
         return model
 
     def num_params(self) -> int:

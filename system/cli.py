@@ -31,7 +31,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
 
@@ -109,31 +109,12 @@ def set_omp_wait_policy() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-class LossyStream:
-    """A stream that loses what cannot be written, as on a full disk."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> None:
-        with suppress(OSError):
-            self.stream.write(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
 def run_cli(main: Callable[[], object]) -> None:
     """Run a script's `main` and exit. What the user can fix, a UserError or a path that may not be used, becomes one
     message, never a traceback."""
     set_omp_wait_policy()
     is_alone = threading.active_count() == 1  # the kernel of a notebook has other threads, and goes on after this
-    with redirect_stderr(LossyStream(sys.stderr)):  # type: ignore[type-var]
-        code = run(main)
+    code = run(main)
 
     # With ranks, or threads that this script has left, skip the interpreter's shutdown: there a thread that tokenizes
     # or reads aborts the process, and gloo has been seen to abort, or to wait forever for a dead rank.
@@ -171,7 +152,8 @@ def report(error: Exception) -> int:
 
     # The status first: torchrun ends this rank as soon as another one has failed.
     write_status(status, f"{type(error).__name__}: {error}")
-    print(printable(message), file=sys.stderr, flush=True)
+    with suppress(OSError):  # stderr may be a log on a full disk
+        print(printable(message), file=sys.stderr, flush=True)
     return 2 if isinstance(error, UsageError) else 1
 
 

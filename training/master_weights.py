@@ -21,9 +21,7 @@ from model import GPT
 def add_master_weights(model: GPT) -> None:
     """Give every parameter a float32 copy, as its attribute `master`, and round the parameter itself to bfloat16."""
     for p in model.parameters():
-        master = nn.Parameter(p.detach().clone())
-        master.__dict__.update(p.__dict__)  # what the network says about its parameter, such as `matrix_rows`
-        p.master = master  # type: ignore[attr-defined]  # a note of our own
+        p.master = nn.Parameter(p.detach().clone())  # type: ignore[attr-defined]  # a note of our own
         p.data = p.data.bfloat16()
 
 

@@ -63,7 +63,7 @@ def orthogonalize(X: Tensor) -> Tensor:
 
 class Muon(torch.optim.Optimizer):
     """Muon for parameters (rows, columns). A parameter in which several matrices are stacked says how many rows each of
-    them has, by its attribute `matrix_rows` (model.py: Attention): each is made orthogonal alone.
+    them has, by its attribute `matrix_rows` (set in training/optim.py): each is made orthogonal alone.
 
     Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. The state has
     the layout of torch.optim.Muon's and can be loaded from it.

@@ -117,6 +117,10 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
     if cfg.weights == "bfloat16" and rt.dtype != torch.float16:
         add_master_weights(model)
 
+    # Muon makes each of the matrices orthogonal that attention stacks in one weight.
+    for block in model.transformer.h:
+        master_weight(block.attn.c_attn.weight).matrix_rows = block.attn.matrix_rows
+
     optimizers: list[torch.optim.Optimizer] = []
     for name, groups in parameter_groups(model, cfg).items():
         facts = OPTIMIZERS[name]
