@@ -58,8 +58,8 @@ class Evaluator:
         self.prompt = choose_prompt(cfg, run.val_data or run.data) if has_text else []
 
     def measure(self, step: int, stop: StopRequest) -> dict[str, Any]:
-        """Measure and print what is due at this step: any of val_loss (with val_bpb in bits per byte, and
-        val_set, what it was measured on), hellaswag_acc and hellaswag_acc_norm. Every rank must call it."""
+        """Measure and print what is due at this step: any of val_loss (with val_bpb, in bits per byte), hellaswag_acc
+        and hellaswag_acc_norm. Every rank must call it."""
         cfg, rt, val_data, max_steps = self.cfg, self.rt, self.run.val_data, self.run.max_steps
         label = f"step {step:5d}/{max_steps}"
         results: dict[str, Any] = {}
@@ -144,21 +144,20 @@ def text_lengths() -> np.ndarray:
     return lengths
 
 
-def describe_loss(results: dict[str, Any], T: int) -> str:
+def describe_loss(results: dict[str, float], T: int) -> str:
     """What `validate` has returned, in sequences of T tokens."""
     bits = f" | bits per byte: {results['val_bpb']:.4f}" if "val_bpb" in results else ""
     return f"val loss: {results['val_loss']:.4f} | context: {T}{bits}"
 
 
 @torch.no_grad()
-def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> dict[str, Any]:
+def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> dict[str, float]:
     """Measure the first val_tokens of the val split, or all of a smaller one. It does not depend on the number of
     ranks, nor on B, the number of sequences in a forward pass. Returns
 
         val_loss   mean cross-entropy, in nats per token
         val_bpb    the same in bits per byte of text, which compares models of other vocabularies, whose tokens are
                    longer or shorter; only with GPT-2's
-        val_set    on what they were measured
 
     All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
     With B = 2, two ranks and 9 sequences:
@@ -198,10 +197,10 @@ def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: i
             sums[1] += int(text_lengths()[own[:, 1:]].sum())
 
     loss_sum, text_bytes = rt.all_reduce(sums).tolist()
-    results: dict[str, Any] = {"val_loss": loss_sum / count}
+    results = {"val_loss": loss_sum / count}
     if text_bytes:
         results["val_bpb"] = results["val_loss"] / math.log(2) / (text_bytes / (count * data.T))
-    return results | {"val_set": f"{count * data.T} tokens of {data.fingerprint()}"}
+    return results
 
 
 def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
@@ -224,8 +223,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     # Validation loss. Not compiled: compiling would take longer than it saves.
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     results = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
-    data = f"{results['val_set']}, {cfg.data_dir}, in {machine.dtype_name(rt.dtype)}"
-    print0(f"{weights} on {data} | {describe_loss(results, T)}")
+    print0(f"{weights} on {cfg.data_dir}, in {machine.dtype_name(rt.dtype)} | {describe_loss(results, T)}")
     score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
         print0(hellaswag.describe_score(score_hellaswag(model, rt)))

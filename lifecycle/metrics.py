@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zlib import crc32
@@ -63,22 +64,10 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
-def best_steps(run_dir: Path, steps: list[int]) -> set[int]:
-    """Of these steps of a run those that --keep must not delete, because one of them is the best: the lowest val loss
-    of each `val_set`, because losses on other data cannot be compared."""
-    best: dict[str | None, tuple[float, int]] = {}  # {val_set: (val loss, step)}
-    for row in read_metrics(run_dir / "metrics.jsonl"):
-        if row["step"] in steps and isinstance(row.get("val_loss"), float):
-            found = (row["val_loss"], row["step"])
-            best[row.get("val_set")] = min(found, best.get(row.get("val_set"), found))
-    return {step for _, step in best.values()}
-
-
 def best_step(run_dir: Path, steps: list[int]) -> int | None:
-    """Of these steps of a run the one with the lowest val loss; None if none was validated, or if not all can be
-    compared."""
-    candidates = best_steps(run_dir, steps)
-    return candidates.pop() if len(candidates) == 1 else None
+    """Of these steps of a run the one with the lowest val loss; None if none was validated."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and row.get("val_loss")]
+    return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
 
 
 # ------------------------------------------------------------------------- writing
@@ -164,7 +153,7 @@ class MetricsLogger:
             self.file.write(json.dumps(finite).encode() + b"\n")
             self.file.flush()
         with warn_on_error():
-            values = {k: v for k, v in row.items() if k not in ("step", "val_set") and v is not None}
+            values = {k: v for k, v in row.items() if k != "step" and v is not None}
             self.log_to_tracker(row["step"], values)
 
     def log_text(self, step: int, text: str) -> None:

@@ -8,7 +8,7 @@
 Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resuming reads is lifecycle/resume.py's.
 """
 
-from lifecycle.metrics import MetricsLogger, best_steps
+from lifecycle.metrics import MetricsLogger, best_step
 from lifecycle.resume import train_state
 from lifecycle.run import Run
 from system.distributed import check_weights_agree
@@ -49,7 +49,7 @@ class Saver:
             # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
             self.metrics.flush()
             run_dir = self.run.cfg.run_dir
-            best = best_steps(run_dir, complete_steps(run_dir))
+            best = best_step(run_dir, complete_steps(run_dir))
             self.writer.save(step, checkpoint.model_file(model, step, weights, preset=preset), state, best)
 
     def finish(self, step: int, deletes_old: bool = True) -> None:

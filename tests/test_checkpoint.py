@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import same_bits, train_quickstart, write_jsonl
 
-from lifecycle.metrics import best_steps
+from lifecycle.metrics import best_step
 from model import GPT, GPTConfig
 from system.cli import UserError
 from weights import checkpoint, names
@@ -29,7 +29,7 @@ MODERN = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rms
 def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWriter | None = None) -> None:
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
-    best = best_steps(folder, names.complete_steps(folder))
+    best = best_step(folder, names.complete_steps(folder))
     writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "optimizers": [torch.ones(3)]}, best)
     writer.finish()
 
@@ -141,17 +141,17 @@ def test_an_error_of_the_disk_is_not_blamed_on_the_file(one_run, monkeypatch):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    """The best by the metrics of the run. Step 2 was measured on other data."""
-    rows = [{"step": 2, "val_loss": 2.0, "val_set": "other"}, {"step": 3, "val_loss": 4.0}, {"step": 4}]
+    """The best by the metrics of the run."""
+    rows = [{"step": 2, "val_loss": 2.0}, {"step": 3, "val_loss": 4.0}, {"step": 4, "val_loss": None}]
     write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5, "val_loss": 3.0}, {"step": 6}, {"step": 7}])
     for step in range(1, 8):
         save(tmp_path, step, keep=2)
-    assert names.complete_steps(tmp_path) == [2, 5, 6, 7]
-    assert len(file_names(tmp_path)) == 2 * 4 + 1  # and the metrics
+    assert names.complete_steps(tmp_path) == [2, 6, 7]
+    assert len(file_names(tmp_path)) == 2 * 3 + 1  # and the metrics
 
     # Steps after the one that is saved stay: the run was resumed from an earlier one.
     save(tmp_path, 4, keep=1)
-    assert names.complete_steps(tmp_path) == [2, 4, 5, 6, 7]
+    assert names.complete_steps(tmp_path) == [2, 4, 6, 7]
 
 
 def test_leftovers_of_a_save_go_before_the_next(tmp_path):

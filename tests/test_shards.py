@@ -99,18 +99,13 @@ def test_a_folder_that_is_missing_or_misses_shards_is_named(tmp_path):
 
 
 def test_a_folder_is_what_its_manifest_says(tmp_path, capsys):
-    """Other shards are left out, and named. Without a manifest, two formats are not mixed."""
+    """Other shards are left out, and named."""
     folder = make_shards(tmp_path / "t", size=100)
     names = [file.path.name for file in shards.find_shards(folder, "train")]
     assert capsys.readouterr().out == ""
     shards.write_shard(folder / "toy_train_000001.bin", TOKENS)
     assert [file.path.name for file in shards.find_shards(folder, "train")] == names
     assert "toy_train_000001.bin" in capsys.readouterr().out
-
-    (folder / MANIFEST).unlink()
-    with pytest.raises(UserError, match=r"toy_train_00000.\.\w+.*toy_train_00000.\.\w+"):
-        shards.find_shards(folder, "train")
-    assert len(shards.find_shards(folder, "val")) == 1
 
 
 def test_fingerprint_changes_with_the_data_only(tmp_path):

@@ -77,13 +77,9 @@ def explain_column(column: str, names: Iterable[str]) -> str:
     return f"it has no column {column!r} but {', '.join(names) or 'none'}; choose one with --text-column"
 
 
-def explain_content(path: Path, column: str, content: str) -> str:
+def explain_content(column: str, content: str) -> str:
     """The message for a column of other things than text, such as the messages of chats."""
-    kind = "parquet" if path.suffix == ".parquet" else "json"
-    text = f"'\\n'.join(message['content'] for message in row['{column}'])"
-    rows = f"datasets.load_dataset('{kind}', data_files='{path}', split='train')"
-    fix = f"import datasets; {rows}.map(lambda row: {{'text': {text}}}).to_json('texts.jsonl')"
-    return f'its column {column!r} holds no text but {content:.80}; make text of it, as in: python -c "{fix}"'
+    return f"its column {column!r} holds no text but {content:.80}; write its texts to a .jsonl, with a field 'text'"
 
 
 def read_parquet(path: Path, column: str) -> Iterator[Piece]:
@@ -101,7 +97,7 @@ def read_parquet(path: Path, column: str) -> Iterator[Piece]:
         try:
             values = batch.column(0).cast(pa.large_binary()).to_pylist()
         except pa.ArrowNotImplementedError:
-            raise UserError(explain_content(path, column, str(schema.field(column).type))) from None
+            raise UserError(explain_content(column, str(schema.field(column).type))) from None
         for value in values:
             row += 1
             try:
@@ -122,7 +118,7 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
             require(column in row, f"line {number}: {explain_column(column, row)}")
             text = row[column]
             is_text = text is None or isinstance(text, str)
-            require(is_text, f"line {number}: {explain_content(path, column, repr(text))}")
+            require(is_text, f"line {number}: {explain_content(column, repr(text))}")
             yield text or None, True
 
 
@@ -201,16 +197,10 @@ def read_nanogpt(path: Path) -> Iterator[Piece]:
     size = path.stat().st_size
     require(size > 0 and size % 2 == 0, f"it has {size} bytes, and no ids of two bytes")
     ids = np.memmap(path, "<u2", "r")
+    # Ids of characters or bytes are all below 256, GPT-2's are not: " the" is 262. Ids of 4 bytes have zeros between.
     first = ids[:CHUNK_BYTES]
-    # Ids of 4 or 8 bytes have zeros between them.
-    if len(first) > 1 and not first[1::2].any():
-        kind = "int32" if first[2::4].any() else "int64"
-        convert = f"numpy.fromfile('{path}', '{kind}').astype('uint16').tofile('{path}')"
-        raise UserError(f'its ids are {kind}, not uint16; convert it: python -c "import numpy; {convert}"')
-    # Every text of some length has a token above 255, such as 262, " the".
-    highest = first.max()
-    fix = "give its text instead, such as nanoGPT's input.txt"
-    require(highest > 255, f"its ids, up to {highest}, are those of characters or bytes, not of GPT-2; {fix}")
+    is_gpt2s = first.max() > 255 and (len(first) == 1 or first[1::2].any())
+    require(is_gpt2s, "its ids are not GPT-2's in two bytes each; give its text instead, such as nanoGPT's input.txt")
 
     last = np.array([EOT], np.uint16)  # the id before the block
     for start in range(0, len(ids), CHUNK_BYTES):

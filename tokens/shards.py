@@ -240,8 +240,6 @@ def find_shards(data_dir: str | Path, split: str) -> list[ShardFile]:
     folder = Path(data_dir).absolute()
     fix = "run the same fineweb.py command until it ends, with a smaller --shard-size for a small source"
     require(files, f"{folder} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
-    formats = {file.path.suffix: file.path.name for file in files}
-    require(len(formats) == 1, f"{folder} has {split} shards in two formats, {formats}; move those of one away")
     return files
 
 

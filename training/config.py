@@ -204,7 +204,7 @@ class TrainConfig(Recipe):
         # `saved` comes from a file, so it may be anything.
         with explain_errors("the config saved in the checkpoint is not valid here", "start a new run with --init-from"):
             values = {name: saved[name] for name in MARKS if name in saved}
-            values["model"] = GPTConfig.from_dict(saved.get("model", {}))
+            values["model"] = GPTConfig.from_dict(saved["model"])
             return TrainConfig(**values)
 
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 import shlex
 import threading
 import zipfile
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -81,15 +80,7 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     weights = content.pop("model")
     fix = "use an earlier checkpoint, or the model.py it was made with"
     with explain_errors(f"{path}: the weights are damaged, or do not fit the config stored with them", fix):
-        return build_model(read_network(content["config"]), weights), content
-
-
-def read_network(saved: dict[str, Any]) -> GPTConfig:
-    """The network that a file describes, which may come from anywhere. Raises ValueError or TypeError."""
-    # GPTConfig has a default for it, and no tensor tells.
-    if "n_head" not in saved:
-        raise ValueError("it does not say n_head")
-    return GPTConfig.from_dict(saved)
+        return build_model(GPTConfig.from_dict(content["config"]), weights), content
 
 
 def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
@@ -190,10 +181,10 @@ class CheckpointWriter:
         self.saved_step = latest_step(run_dir)  # the last one that is complete
         self.error: Exception | None = None  # of the last write; set by the thread
 
-    def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best: Collection[int] = ()) -> None:
+    def save(self, step: int, model: dict[str, Any], train: dict[str, Any], best: int | None = None) -> None:
         """Write both files in a thread. `model` is what model_file returns; it is copied to host memory, and may change
-        once this has returned. `train` is the train state, whose tensors are copies already. best: the steps that may
-        be the best so far, which are not deleted."""
+        once this has returned. `train` is the train state, whose tensors are copies already. best: the best step so
+        far, which is not deleted."""
         # Training waits for the write before and for this copy. The thread shares no tensor with training.
         self.join()
         contents = (copy_to_host(model), {"format": FORMAT, **train})
@@ -216,10 +207,9 @@ class CheckpointWriter:
         disk that is full or gone, after which the same command may succeed."""
         self.join()
         if self.error:
-            self.error.add_note(f"{self.run_dir} has the newest complete step: {latest_step(self.run_dir)}")
             raise self.error
 
-    def _write(self, step: int, model: dict, train: dict, best: Collection[int]) -> None:
+    def _write(self, step: int, model: dict, train: dict, best: int | None) -> None:
         """The body of the thread: check, write both files, delete old checkpoints."""
         try:
             # Weights that are not finite would replace good checkpoints with useless ones.
@@ -254,7 +244,7 @@ class CheckpointWriter:
             if match and int(match["step"]) > newest and not model_path(self.run_dir, int(match["step"])).exists():
                 path.unlink()
 
-    def _delete_old(self, step: int, best: Collection[int]) -> None:
+    def _delete_old(self, step: int, best: int | None) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
 
         Steps after `step` stay: they are there because the run was resumed from an earlier checkpoint. Steps with only
@@ -264,6 +254,6 @@ class CheckpointWriter:
             return
         steps = [s for s in complete_steps(self.run_dir) if s <= step]
         # The model first: without it, the step no longer counts as complete, whenever a kill comes.
-        for old_step in set(steps[: -self.keep]) - set(best):
+        for old_step in set(steps[: -self.keep]) - {best}:
             model_path(self.run_dir, old_step).unlink()
             optim_path(self.run_dir, old_step).unlink()

@@ -34,7 +34,7 @@ from model import GPT, VOCAB_SIZE, GPTConfig
 from system.cli import explain_errors, print0, require
 from system.huggingface import open_hub
 from tokens import tokenizer
-from weights.checkpoint import build_model, load_tensors, read_network
+from weights.checkpoint import build_model, load_tensors
 
 # Where transformers stores weights: in one file, or in the parts that the index names.
 WEIGHTS = "model.safetensors"
@@ -138,7 +138,7 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     hf_config = read_json(folder / "config.json")
     model_type = hf_config.get("model_type")
     if model_type == CODE_TYPE:
-        return read_network(hf_config["network"]), False
+        return GPTConfig.from_dict(hf_config["network"]), False
 
     # Others may have tensors of the same names: GPT-Neo computes something else with them.
     require(model_type == "gpt2", f"its model_type is {model_type!r:.99}; only 'gpt2' is supported")
@@ -149,7 +149,7 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
     activation = activations[hf_config.get("activation_function", "gelu_new")]
     is_tied = hf_config.get("tie_word_embeddings", True)
-    return read_network({**sizes, "tied_head": is_tied, "activation": activation}), True
+    return GPTConfig(**sizes, tied_head=is_tied, activation=activation), True
 
 
 def check_tokenizer(folder: Path) -> None:
