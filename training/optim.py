@@ -119,7 +119,7 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
 
     # Muon makes each of the matrices orthogonal that attention stacks in one weight.
     for block in model.transformer.h:
-        master_weight(block.attn.c_attn.weight).matrix_rows = block.attn.matrix_rows
+        vars(master_weight(block.attn.c_attn.weight))["matrix_rows"] = block.attn.matrix_rows
 
     optimizers: list[torch.optim.Optimizer] = []
     for name, groups in parameter_groups(model, cfg).items():

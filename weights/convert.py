@@ -149,7 +149,7 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
     activation = activations[hf_config.get("activation_function", "gelu_new")]
     is_tied = hf_config.get("tie_word_embeddings", True)
-    return GPTConfig(**sizes, tied_head=is_tied, activation=activation), True
+    return GPTConfig.from_dict({**sizes, "tied_head": is_tied, "activation": activation}), True
 
 
 def check_tokenizer(folder: Path) -> None:
