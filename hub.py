@@ -16,7 +16,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,12 +56,12 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
     return repo
 
 
-def download(api: HfApi, repo: str, repo_type: str, names: Collection[str], folder: Path, branch: str = "main") -> None:
-    """Download files of a branch into `folder`, and check their hashes. A file that is already there is never replaced:
-    it must have the same content."""
+def download(api: HfApi, repo: str, repo_type: str, names: Collection[str], folder: Path) -> None:
+    """Download files of a repository into `folder`, and check their hashes. A file that is already there is never
+    replaced: it must have the same content."""
 
     def find_differences() -> list[str]:
-        found = api.verify_repo_checksums(repo, repo_type=repo_type, revision=branch, local_dir=folder)
+        found = api.verify_repo_checksums(repo, repo_type=repo_type, local_dir=folder)
         return [file["path"] for file in found.mismatches if file["path"] in names]
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def download(api: HfApi, repo: str, repo_type: str, names: Collection[str], fold
     require(not different, f"{folder} has a different {different} than {repo}; {fix}")
 
     patterns = [glob.escape(name) for name in names]
-    api.snapshot_download(repo, repo_type=repo_type, revision=branch, local_dir=folder, allow_patterns=patterns)
+    api.snapshot_download(repo, repo_type=repo_type, local_dir=folder, allow_patterns=patterns)
     damaged = find_differences()
     for name in damaged:
         (folder / name).unlink()
@@ -135,11 +135,8 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None) -> None:
 # a config.json of its own.
 RUN_FILES = {"metrics.jsonl": "metrics.jsonl", "curves.png": "curves.png", "config.json": "train_config.json"}
 
-# The branch of a repository where a run that is still training keeps its newest checkpoint.
-UNFINISHED = "unfinished"
 
-
-def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps: str, temporary: bool) -> None:
+def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps: str) -> None:
     """Upload checkpoints of a run, with an export that from_pretrained("OWNER/NAME") loads."""
     # The last model is the one that is exported. Loading also checks it: a damaged one is not pushed.
     models = choose_models(path, steps)
@@ -157,25 +154,21 @@ def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps:
     with open_hub() as api, lock_folder(run_dir / ".push"):
         repo = open_for_push(api, repo, "model", public)
 
-        # What is uploaded stands in a folder of a fixed name: the next push removes what a killed one has left.
+        # What is uploaded stands in a folder of a fixed name: the next push removes what a killed one has left. A run
+        # that is training appends to its metrics, and may delete a checkpoint meanwhile; a hard link keeps its content.
         upload_dir = run_dir / ".push" / "files"
         shutil.rmtree(upload_dir, ignore_errors=True)
         try:
-            if temporary:
-                upload_dir.mkdir()
-                add_run_files(upload_dir, run_dir, checkpoints)
-                # Squashing the branch's history frees the storage of the pushes before this one (within 36 hours, says
-                # huggingface.co/docs/hub/storage-limits): all of a long run's would fill the account's quota.
-                api.create_branch(repo, branch=UNFINISHED, exist_ok=True)
-                api.upload_folder(folder_path=upload_dir, repo_id=repo, revision=UNFINISHED, delete_patterns="*")
-                api.super_squash_history(repo, branch=UNFINISHED)
-            else:
-                write_export(model, facts, run_dir, upload_dir, repo)
-                add_run_files(upload_dir, run_dir, checkpoints)
-                api.upload_folder(folder_path=upload_dir, repo_id=repo)
-                # The run's last push takes the place of the temporary ones; one file may be pushed while it trains.
-                if path.is_dir() and api.revision_exists(repo, UNFINISHED):
-                    api.delete_branch(repo, branch=UNFINISHED)
+            write_export(model, facts, run_dir, upload_dir, repo)
+            for file in checkpoints:
+                try:
+                    os.link(file, upload_dir / file.name)
+                except OSError:  # a mounted drive without hard links
+                    shutil.copy(file, upload_dir)
+            for name, pushed_name in RUN_FILES.items():
+                if (run_dir / name).exists():
+                    shutil.copy(run_dir / name, upload_dir / pushed_name)
+            api.upload_folder(folder_path=upload_dir, repo_id=repo)
         finally:
             shutil.rmtree(upload_dir, ignore_errors=True)
     print0(f"{repo} is complete; to pull: python hub.py pull-model {repo} DIR")
@@ -195,46 +188,23 @@ def choose_models(path: Path, steps: str) -> list[Path]:
     return [newest]
 
 
-def add_run_files(upload_dir: Path, run_dir: Path, checkpoints: set[Path]) -> None:
-    """Add checkpoints and RUN_FILES to `upload_dir`, as they are now: a run that is training appends to its metrics,
-    and may delete a checkpoint during the upload. A hard link keeps the checkpoint's content, and costs nothing."""
-    for path in checkpoints:
-        try:
-            os.link(path, upload_dir / path.name)
-        except OSError:  # a mounted drive without hard links
-            shutil.copy(path, upload_dir)
-    for name, pushed_name in RUN_FILES.items():
-        if (run_dir / name).exists():
-            shutil.copy(run_dir / name, upload_dir / pushed_name)
-
-
 def pull_model(repo: str, out_dir: Path) -> None:
     """Download the newest step of a pushed model.
 
     That is enough for infer.py and, if its optimizer state was pushed too, for `train_gpt2.py --resume`.
     """
     with open_hub() as api:
-        # The branch with the newest step: `unfinished` may be left behind. At a tie it comes first, because it has the
-        # optimizer state.
-        branches = [UNFINISHED, "main"] if api.revision_exists(repo, UNFINISHED) else ["main"]
-        steps = {branch: newest_step(api.list_repo_files(repo, revision=branch)) for branch in branches}
-        branch = max(steps, key=steps.__getitem__)
-        require(steps[branch] >= 0, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
-
         # The newest step, and what describes the run. The export has the same weights as the checkpoint.
-        checkpoints = {model_path("", steps[branch]).name, optim_path("", steps[branch]).name}
-        download(api, repo, "model", checkpoints | {*RUN_FILES.values()}, out_dir, branch)
+        matches = map(CHECKPOINT_FILE.fullmatch, api.list_repo_files(repo))
+        steps = [int(match["step"]) for match in matches if match]
+        require(steps, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
+        checkpoints = {model_path("", max(steps)).name, optim_path("", max(steps)).name}
+        download(api, repo, "model", checkpoints | {*RUN_FILES.values()}, out_dir)
 
     # A run in `out_dir` may have been continued with other settings: its config stays.
     config, pulled_config = out_dir / "config.json", out_dir / RUN_FILES["config.json"]
     if pulled_config.exists() and not config.exists():
         shutil.copy(pulled_config, config)
-
-
-def newest_step(files: Iterable[str]) -> int:
-    """The newest step among the files of a repository; -1 without any."""
-    matches = [CHECKPOINT_FILE.fullmatch(name) for name in files]
-    return max((int(match["step"]) for match in matches if match), default=-1)
 
 
 # ------------------------------------------------------------------------- other layouts
@@ -316,14 +286,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--limit-shards": {"type": int, "metavar": "N", "help": "the first N for training, and those for val"},
     "--steps": {"choices": ("newest", "best", "all"), "default": "newest", "help": "best: by val loss"},
     "--with-optimizer": {"action": "store_true", "help": "also what --resume needs of the newest step"},
-    "--temporary": {"action": "store_true", "help": "until the run's next push, without an export"},
 }
 
 # {command: (the function, whose docstring begins with the command's help; its arguments)}
 COMMANDS = {
     "push-data": (push_data, ["data_dir", "repo", "--public"]),
     "pull-data": (pull_data, ["repo", "data_dir", "--limit-shards"]),
-    "push-model": (push_model, ["path", "repo", "--public", "--steps", "--with-optimizer", "--temporary"]),
+    "push-model": (push_model, ["path", "repo", "--public", "--steps", "--with-optimizer"]),
     "pull-model": (pull_model, ["repo", "out_dir"]),
     "check": (check, ["repo", "--public"]),
     "export": (export, ["path", "out_dir"]),

@@ -9,14 +9,14 @@
 #
 # The same command starts a run and resumes it, from the newest checkpoint of its run folder. There, train.log has what
 # is printed and decided, and status.json how the trainer ended. A --time-limit counts over all restarts. As the first
-# process of a container, or in a batch job, it stays in the foreground and prints there. Settings are variables:
+# process of a container, or in a batch job, it stays in the foreground. Settings are variables:
 #
 #   NPROC          processes; by default one per GPU, or one without GPUs
 #   MAX_RESTARTS   restarts after failures (3), counted anew once the run has got on; none after an error of yours
 #   GPU_HOUR_USD   the price of one GPU for an hour: the log says what the run and this machine cost
 #   PUSH_TO        OWNER/NAME: at the end push the best checkpoint, and the newest with its optimizer state, to this
 #                  private repository of the Hub, for at most an hour; your token is tried before the start
-#   PUSH_EVERY     push while it trains, too, every so many seconds
+#   PUSH_EVERY     push while it trains, too, every so many seconds; each push stays in the repository
 #   REMOVE_POD     1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none,
 #                  but not after a mistake of yours in the first ten minutes; a minute before, the log announces it
 #   PERSISTENT     1: the run folder outlives this machine, as on a network volume
@@ -57,7 +57,7 @@ main() {
 fail() { echo "error: $*" >&2; exit 1; }
 log() { echo "$(date '+%F %T') train.sh: $*"; }
 
-# Set args, those of the trainer; out, the run folder; limit_s, the seconds of --time-limit, or 0.
+# Set args, those of the trainer, and out, the run folder.
 read_arguments() {
     args=("$@")
     # A checkpoint stands for its run, which may be past it by now. A name alone is looked for below log/, too.
@@ -70,7 +70,7 @@ read_arguments() {
     fi
 
     # The last value of a flag counts, which may be spelled with underscores, with = or a space.
-    local i value resume='' limit='' preset=${args[0]--}
+    local i value resume='' preset=${args[0]--}
     out=''
     for ((i = 0; i < ${#args[@]}; i++)); do
         value=${args[i + 1]-}
@@ -78,7 +78,6 @@ read_arguments() {
         case ${args[i]%%=*} in
             --out[-_]dir) out=$value ;;
             --resume) resume=$value ;;
-            --time[-_]limit) limit=$value ;;
         esac
     done
     if [[ -z $out && $resume =~ ^(|auto|none)$ ]]; then
@@ -86,22 +85,16 @@ read_arguments() {
         out=log/$preset
     elif [[ -z $out ]]; then
         [[ -e $resume ]] || fail "there is no $resume"
-        out=$resume
-        [[ -d $out ]] || out=$(dirname "$out")
+        [[ -d $resume ]] && out=$resume || out=$(dirname "$resume")
     fi
     [[ -n $resume ]] || args+=(--resume auto)
     args+=(--out-dir "$out" ${GPU_HOUR_USD:+--gpu-hour-usd "$GPU_HOUR_USD"})
-
-    limit_s=0
-    local program='import sys; from system.cli import parse_duration; print(int(parse_duration(sys.argv[1])))'
-    [[ -z $limit ]] || limit_s=$(cd "$here" && "$python" -c "$program" "$limit") || fail "--time-limit $limit"
 }
 
 # Refuse what would fail hours later, and lock the run folder, as long as any process has descriptor 9 open.
 check() {
     : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
     export NPROC
-    [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$MAX_RESTARTS must be a whole number"
     [[ $PUSH_EVERY == 0 || -n $PUSH_TO ]] || fail "PUSH_EVERY needs PUSH_TO=OWNER/NAME"
     if [[ $REMOVE_POD == 1 ]]; then
         [[ -n $SHUTDOWN_CMD ]] || fail "REMOVE_POD=1 needs SHUTDOWN_CMD, the command that removes this machine"
@@ -155,7 +148,6 @@ supervise() {
     early_mistake='' # whether training has ended so
     set -m           # each child gets a process group: Ctrl-C in a terminal comes here alone
     trap ask_to_stop TERM INT HUP USR1 USR2 XCPU # clusters announce the end of a job by one of these
-    SECONDS=0        # bash counts them from here on
     echo "$$ on $HOSTNAME" >"$out/train.lock"
 
     local costs pusher='' stays='this machine STAYS' end="${PUSH_TO:+push to $PUSH_TO, for at most an hour; }"
@@ -172,7 +164,6 @@ supervise() {
     train
     log "training $outcome"
     [[ -z $pusher ]] || kill -- "-$pusher"
-
     [[ -z $stopping ]] && secure_weights && [[ $REMOVE_POD == 1 && -z $early_mistake ]] && remove_machine || log "$stays"
     [[ $outcome != failed* ]]
     exit
@@ -203,25 +194,23 @@ run() {
 
 # Run the trainer until it has finished, was stopped, has an error of the user's, or has failed too often.
 train() {
-    local first before flags failures=0
+    local first before own=() failures=0
     first=$(newest_model)
+    export TRAIN_STATUS_FILE=$out/status.json TRAIN_START_TIME
+    TRAIN_START_TIME=$(date +%s) # from which --time-limit counts
+    SECONDS=0                    # bash counts them from here on
     outcome=stopped
     while [[ -z $stopping ]]; do
-        # A restart resumes from this run's own checkpoint, whatever the command names, with what is left of its time.
+        # A restart resumes from this run's own checkpoint, whatever the command names.
         before=$(newest_model)
-        flags=()
-        [[ $before == "$first" || -z $before ]] || flags+=(--resume "$out")
-        if [[ $limit_s != 0 ]]; then
-            ((limit_s > SECONDS)) || return
-            flags+=(--time-limit $((limit_s - SECONDS)))
-        fi
-        rm -f "$out/status.json"
-        log "start $((failures + 1)): $NPROC process(es), train_gpt2.py ${args[*]} ${flags[*]}"
-        run_trainer "${args[@]}" "${flags[@]}"
+        [[ $before == "$first" || -z $before ]] || own=(--resume "$out")
+        rm -f "$TRAIN_STATUS_FILE"
+        log "start $((failures + 1)): $NPROC process(es), train_gpt2.py ${args[*]} ${own[*]}"
+        run_trainer "${args[@]}" "${own[@]}"
         [[ -z $stopping ]] || return
 
         # torchrun exits with 1 whatever has happened. The trainer writes that down (write_status in system/cli.py).
-        case $(cat "$out/status.json" 2>/dev/null) in
+        case $(cat "$TRAIN_STATUS_FILE" 2>/dev/null) in
             *'"status": "finished"'*) outcome=finished ;;
             *'"status": "stopped"'*) outcome='ended early' ;;
             *'"status": "user_error"'*)
@@ -251,19 +240,18 @@ newest_model() {
 run_trainer() {
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
-    export TRAIN_STATUS_FILE=$out/status.json
     run setpriv --pdeathsig TERM "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
         --local-addr=127.0.0.1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU \
         "$here/train_gpt2.py" "$@"
 }
 
-# Push each new checkpoint while it trains; the next one takes its place (--temporary). Ends with the supervisor.
+# Push each new checkpoint while it trains. Ends with the supervisor.
 push_periodically() {
     local newest pushed=''
     while sleep "$PUSH_EVERY" && kill -0 $$; do
         newest=$(newest_model)
         [[ -n $newest && $newest != "$pushed" ]] || continue
-        timeout --foreground "$push_retry_s" nice "${push[@]}" --temporary && pushed=$newest
+        timeout --foreground "$push_retry_s" nice "${push[@]}" && pushed=$newest
     done
 }
 

@@ -21,17 +21,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 
 
 class StopRequest:
-    """Whether and why this rank was asked to stop: by a signal, by `request`, or because --time-limit, counted from
-    here, is over. A limit of 0 means no limit."""
+    """Whether and why this rank was asked to stop: by a signal, by `request`, or because --time-limit is over. It counts
+    from here or, over all restarts, from the environment's TRAIN_START_TIME (seconds since 1970). A limit of 0 means no
+    limit."""
 
     def __init__(self, time_limit: str = ""):
         self.asked_by = ""
         self.limit_s = parse_duration(time_limit) or math.inf
-        self.start_time = time.monotonic()
+        self.start_time = float(os.environ.get("TRAIN_START_TIME", time.time()))
 
     def elapsed_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self.start_time
+        return time.time() - self.start_time
 
     def request(self, reason: str) -> None:
         """Ask for a stop, of all ranks if one does."""
