@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 from helpers import ROOT
@@ -23,7 +22,7 @@ from processes import wait_for
 # Stands in for Python, as far as train.sh calls it. $POD is the folder of the pod; the status file is in the run's.
 PYTHON = r"""#!/bin/bash
 OUT=${TRAIN_STATUS_FILE%/status.json}
-save() { cp "$POD/checkpoint" "$OUT/optim_$1.pt"; [[ $2 == cut ]] || cp "$POD/checkpoint" "$OUT/model_$1.pt"; }
+save() { touch "$OUT/optim_$1.pt"; [[ ${2-} == cut ]] || touch "$OUT/model_$1.pt"; }
 status() { printf '{"status": "%s", "reason": "%s"}\n' "$1" "$2" >"$TRAIN_STATUS_FILE"; }
 hang() { echo $$ >>"$POD/trainer"; while :; do read -rt 0.02 <>"$POD/never"; done; }
 trap 'echo x >>"$POD/signals"; eval "$ON_TERM"; save 00042; status stopped "signal SIGTERM"; exit 1' TERM
@@ -59,8 +58,6 @@ class Pod:
         self.seconds = {"restart_delay_s": "0", "remove_delay_s": "0.01", "push_pause_s": "0.01", "show_log_s": "0.01"}
         (root / "bin").mkdir(parents=True)
         os.mkfifo(root / "never")
-        with zipfile.ZipFile(root / "checkpoint", "w") as archive:
-            archive.writestr("weights", "")
         self.add_tool("project/.venv/bin/python", PYTHON)
         self.add_tool("bin/runpodctl", '#!/bin/sh\necho "$@" >> "$POD/removed"\n')
         self.add_tool("bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4}\n")
@@ -82,11 +79,10 @@ class Pod:
         (self.root / name).write_text(script)
         (self.root / name).chmod(0o755)
 
-    def add_checkpoint(self, folder: Path, step: int) -> None:
-        """Put a checkpoint of some step into a folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for kind in ("optim", "model"):
-            (folder / f"{kind}_{step:05d}.pt").write_bytes((self.root / "checkpoint").read_bytes())
+    def add_checkpoint(self, folder: str, step: int) -> None:
+        """Put a checkpoint of some step into a folder of the pod."""
+        (self.root / folder).mkdir(parents=True, exist_ok=True)
+        (self.root / folder / f"model_{step:05d}.pt").touch()
 
     def command(self, *args: object) -> list[str]:
         """The command line of train.sh, in whose text the pod's waits take the place of the usual ones."""

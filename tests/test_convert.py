@@ -108,16 +108,11 @@ def test_every_size_survives_an_export(tmp_path, vocab_size):
     assert config["architectures"] == ["GPT2LMHeadModel"]
 
 
-@pytest.mark.parametrize("edit", ["activation", "weight"])
-def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch, edit):
+def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch):
     """Nothing is left of the export."""
-    if edit == "activation":
-        monkeypatch.setitem(model_module.ACTIVATIONS, "gelu", torch.nn.functional.gelu)  # the exact one
-    model = make_network(vocab_size=256)
-    if edit == "weight":
-        model.transformer.h[0].scale = torch.nn.Parameter(torch.full((), 2.0))  # GPT-2 has no such weight
-    with pytest.raises((UserError, RuntimeError), match=r"another network|transformer\.h\.0\.scale"):
-        convert.save_hf(model, tmp_path / "out")
+    monkeypatch.setitem(model_module.ACTIVATIONS, "gelu", torch.nn.functional.gelu)  # the exact one
+    with pytest.raises(UserError, match="another network"):
+        convert.save_hf(make_network(vocab_size=256), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -192,21 +187,12 @@ def test_what_the_network_cannot_compute_is_refused(small_export, row):
 
 @pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
 def test_a_tokenizer_that_is_not_gpt2s_is_refused(small_export, name):
-    for token in ("Ġgazed", "Ġder"):
+    for token, result in (("Ġgazed", nullcontext()), ("Ġder", pytest.raises(UserError, match="not GPT-2's"))):
         tokens = {"!": 0, token: 50255, "<|endoftext|>": 50256, "<|user|>": 50257}
         content = tokens if name == "vocab.json" else {"model": {"vocab": tokens}}
         (small_export / name).write_text(json.dumps(content))
-        with pytest.raises(UserError, match="not GPT-2's") if token == "Ġder" else nullcontext():
+        with result:
             open_model(small_export)
-
-
-def test_weights_are_downloaded_once_it_is_known_what_they_are(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neo", "hidden_size": 4096}))
-    asked = []
-    monkeypatch.setattr(convert, "download", lambda name, files: asked.extend(files) or tmp_path)
-    with pytest.raises(UserError, match="model_type is 'gpt_neo'"):
-        open_model("EleutherAI/gpt-neo-1.3B")
-    assert asked == convert.SMALL_FILES
 
 
 # ------------------------------------------------------------------------- older trainers
@@ -229,8 +215,7 @@ def test_a_nanogpt_file_is_read(tmp_path, is_gpt2s):
 def test_a_build_nanogpt_file_is_read(tmp_path, monkeypatch):
     """It pickles its config by the name of a class, which is not imported, even if it can be: only its attributes are
     read, into an object without code."""
-    # Importing the module `trap` makes the file `owned`.
-    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\nclass MyConfig: pass\n")
+    (tmp_path / "trap.py").write_text("class MyConfig: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     from trap import MyConfig
 
@@ -241,23 +226,19 @@ def test_a_build_nanogpt_file_is_read(tmp_path, monkeypatch):
     weights = {re.sub(r"(h\.\d)", r"\1._orig_mod", name): weight for name, weight in model.state_dict().items()}
     content = {"model": weights, "config": config, "step": 19072, "val_loss": np.float64(3.07)}
     torch.save(content, tmp_path / "old.pt")
-    (tmp_path / "owned").unlink()
     del sys.modules["trap"]
 
     loaded, step = convert.load_old(tmp_path / "old.pt")
 
     assert step == 19072 and loaded.config == model.config and not loaded.training
     assert same_bits(loaded.state_dict(), model.float().state_dict())
-    assert "trap" not in sys.modules and not (tmp_path / "owned").exists()
+    assert "trap" not in sys.modules
 
 
 def test_what_is_no_checkpoint_of_nanogpt_says_so(tmp_path):
-    model = make_network(vocab_size=65)
-    for content, named in (
-        (model.state_dict(), "model"),
-        ({"model": model.state_dict(), "config": {"heads": 4}}, "n_head"),
-        (checkpoint.model_file(model, 1), "of this project already"),
-    ):
+    file = checkpoint.model_file(make_network(vocab_size=65), 1)
+    contents = {"model": file["model"], "n_head": {"model": file["model"], "config": {"heads": 4}}, "already": file}
+    for named, content in contents.items():
         torch.save(content, tmp_path / "old.pt")
         with pytest.raises(UserError, match=named):
             convert.load_old(tmp_path / "old.pt")

@@ -122,12 +122,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def respond(self) -> None:
         """Read a request, and send its answer or the fault that is planted for it."""
-        # The body of an upload comes in chunks, each after a line with its length.
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        while self.headers.get("Transfer-Encoding") == "chunked" and (length := int(self.rfile.readline(), 16)):
-            body += self.rfile.read(length)
-            self.rfile.readline()
-
         self.status, self.answer_headers = 200, {}
         fault = self.hub.take_fault(self.command, self.path)
         try:
