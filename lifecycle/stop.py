@@ -21,9 +21,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 
 
 class StopRequest:
-    """Whether and why this rank was asked to stop: by a signal, by `request`, or because --time-limit is over. It counts
-    from here or, over all restarts, from the environment's TRAIN_START_TIME (seconds since 1970). A limit of 0 means no
-    limit."""
+    """Whether and why this rank was asked to stop: by a signal, by `request`, or because --time-limit is over, which
+    counts from here or, over all restarts, from TRAIN_START_TIME in the environment (seconds since 1970). A limit of 0
+    means no limit."""
 
     def __init__(self, time_limit: str = ""):
         self.asked_by = ""

@@ -13,7 +13,6 @@ arguments of the trainer, of pushes and of runpodctl.
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from helpers import ROOT
@@ -27,11 +26,11 @@ status() { printf '{"status": "%s", "reason": "%s"}\n' "$1" "$2" >"$TRAIN_STATUS
 hang() { echo $$ >>"$POD/trainer"; while :; do read -rt 0.02 <>"$POD/never"; done; }
 trap 'echo x >>"$POD/signals"; eval "$ON_TERM"; save 00042; status stopped "signal SIGTERM"; exit 1' TERM
 case $* in
-*parse_duration*) cd "$ROOT" && exec "$REAL_PYTHON" "$@" ;;
 *device_count*) echo 2 ;;
 *hub.py\ check*) [[ -z ${NO_TOKEN-} ]] ;;
 *hub.py*) echo "${@:2}" >>"$POD/pushed"; eval "${HUB_DOES:-true}" ;;
 *)  echo "${@:3}" >>"$POD/starts"
+    echo "$TRAIN_START_TIME" >>"$POD/times"
     plan=(${PLAN:-finish})
     start=$(wc -l <"$POD/starts")
     case ${plan[start - 1]:-${plan[-1]}} in
@@ -62,7 +61,6 @@ class Pod:
         self.add_tool("bin/runpodctl", '#!/bin/sh\necho "$@" >> "$POD/removed"\n')
         self.add_tool("bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4}\n")
         self.env = {"PATH": f"{root}/bin:{os.environ['PATH']}", "POD": str(root), "RUNPOD_POD_ID": "pod7"}
-        self.env |= {"ROOT": str(ROOT), "REAL_PYTHON": sys.executable}
         self.started: list[int] = []  # the supervisors, which lead sessions
 
     def __enter__(self):

@@ -18,7 +18,6 @@ from faults import hub_server
 from faults.hub_server import Fault
 from helpers import load_metrics, load_weights, make_shards, run_main, same_bits, write_jsonl
 
-import hub as hub_script
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
@@ -233,36 +232,12 @@ def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
     assert list_checkpoints(hub.root / "models/tester/run") == names
 
 
-def test_a_temporary_push_keeps_only_the_newest(run, hub, trained_run, tmp_path, monkeypatch):
-    def push(name, *flags, **how):
-        run("push-model", trained_run / name, "tester/run", *flags, **how)
-
-    # What is exported plays no part here.
-    monkeypatch.setattr(hub_script, "write_export", lambda model, facts, run_dir, folder, name: folder.mkdir())
-    repo, unfinished = hub.root / "models/tester/run", hub.root / "models/tester/run@unfinished"
-    push("model_00003.pt")  # stays, whatever comes later
-    page = read_bytes(repo)
-    for step in ("00006", "00009"):
-        push(f"model_{step}.pt", "--with-optimizer", "--temporary")
-
-    # The branch has the newest step alone, and no history that fills the storage; the page stays as it is.
-    assert list_checkpoints(unfinished) == "model_00009 optim_00009"
-    assert sum("super-squash/unfinished" in path for _, path in hub.log) == 2
-    assert read_bytes(repo) == page
-
-    # The newest step of both can be resumed elsewhere.
+def test_a_later_push_deletes_nothing_and_a_pull_takes_the_newest(run, hub, trained_run, tmp_path):
+    run("push-model", trained_run / "model_00003.pt", "tester/run")
+    run("push-model", trained_run, "tester/run", "--with-optimizer")
+    assert list_checkpoints(hub.root / "models/tester/run") == "model_00003 model_00012 optim_00012"
     run("pull-model", "tester/run", tmp_path / "moved")
-    assert complete_steps(tmp_path / "moved") == [9]
-
-    # One file, or a push that fails, removes nothing; the last push of the run does.
-    hub.faults.append(Fault("/commit/", code=400))
-    push("", "--with-optimizer", fails_with="planted fault")
-    push("model_00012.pt")
-    assert list_checkpoints(unfinished) == "model_00009 optim_00009"
-    run("pull-model", "tester/run", tmp_path / "newer")  # than what is left on the branch
-    assert list_checkpoints(tmp_path / "newer") == "model_00012"
-    push("", "--with-optimizer")
-    assert list_checkpoints(repo) == "model_00003 model_00012 optim_00012" and not unfinished.exists()
+    assert complete_steps(tmp_path / "moved") == [12]
 
 
 @pytest.mark.parametrize("can_link", [True, False])
@@ -282,10 +257,10 @@ def test_a_checkpoint_deleted_in_its_upload_arrives(run, hub, trained_run, monke
     monkeypatch.setattr(HfApi, "upload_folder", delete_and_upload)
     (trained_run / ".push/files").mkdir(parents=True)  # of a push that was killed
     with lock_folder(trained_run / ".push"):  # another push is not mixed in
-        run("push-model", trained_run, "tester/run", "--temporary", fails_with="in use")
-    run("push-model", trained_run, "tester/run", "--temporary")
+        run("push-model", trained_run, "tester/run", fails_with="in use")
+    run("push-model", trained_run, "tester/run")
 
-    assert (hub.root / "models/tester/run@unfinished/model_00012.pt").read_bytes() == content
+    assert (hub.root / "models/tester/run/model_00012.pt").read_bytes() == content
     assert not (trained_run / ".push/files").exists()
 
 

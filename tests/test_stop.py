@@ -16,6 +16,11 @@ from lifecycle.stop import StopRequest
 from weights.names import latest_step
 
 
+def test_a_time_limit_counts_from_the_first_start(monkeypatch):
+    monkeypatch.setenv("TRAIN_START_TIME", str(int(time.time()) - 3600))
+    assert StopRequest("59m").is_requested() and not StopRequest("61m").is_requested()
+
+
 @pytest.mark.parametrize("limit, is_over", [("0.0001", True), ("1h", False), ("0", False), ("", False)])
 def test_a_time_limit_of_zero_is_none(limit, is_over):
     request = StopRequest(limit)

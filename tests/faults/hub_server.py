@@ -5,8 +5,7 @@
         run_script("hub.py", "pull-data", "tester/tokens", out, env=hub.env())
 
 It has the part of the Hub's HTTP API that huggingface_hub uses for what this project does: the cases of `find_answer`.
-A branch is a folder NAME@BRANCH. A commit is known by a hash of its files; when they change, it
-is gone.
+Each repository has one branch, main. A commit is known by a hash of its files; when they change, it is gone.
 """
 
 import hashlib
@@ -101,12 +100,9 @@ def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dic
     return entries
 
 
-def find_branch(main: Path, revision: str) -> Path:
-    """The folder of a branch, by its name or its commit."""
-    for branch in (main, *main.parent.glob(f"{main.name}@*")):
-        if revision in (branch.name.partition("@")[2] or "main", hash_of(branch)):
-            return branch
-    raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+def check_revision(main: Path, revision: str) -> None:
+    if revision not in ("main", hash_of(main)):
+        raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -180,7 +176,7 @@ class Handler(BaseHTTPRequestHandler):
         exists = main.is_dir() and (authorized or repo not in self.hub.private)
         if not exists and action[:1] != ["create"]:
             raise Refused(404 if authorized else 401, "Repository not found", "RepoNotFound")
-        is_write = self.command in ("POST", "DELETE") or action == ["auth-check", "write"]
+        is_write = self.command == "POST" or action == ["auth-check", "write"]
         if is_write and not authorized:
             raise Refused(403, "no write permission")
 
@@ -192,42 +188,37 @@ class Handler(BaseHTTPRequestHandler):
                 elif visibility == "private":
                     self.hub.private.add(repo)
             case [_] | [_, "revision", _]:
-                branch = find_branch(main, action[-1] if action else "main")
-                facts = {"id": f"{owner}/{name}", "sha": hash_of(branch), "private": repo in self.hub.private}
-                files = [entry for entry in list_files(branch) if entry["type"] == "file"]
+                check_revision(main, action[-1] if action else "main")
+                facts = {"id": f"{owner}/{name}", "sha": hash_of(main), "private": repo in self.hub.private}
+                files = [entry for entry in list_files(main) if entry["type"] == "file"]
                 return {**facts, "siblings": files + self.hub.extra_tree, "tags": []}
             case [_, "tree", revision, *below]:
                 pattern = "**/*" if "recursive=true" in self.path.lower() else "*"
-                entries = list_files(find_branch(main, revision), "/".join(below), pattern)
+                check_revision(main, revision)
+                entries = list_files(main, "/".join(below), pattern)
                 if below and not entries:
                     raise Refused(404, "Entry not found", "EntryNotFound")
                 return entries + self.hub.extra_tree
             case [_, "resolve", revision, *names]:
-                branch = find_branch(main, revision)
-                file = branch.joinpath(*names)
+                check_revision(main, revision)
+                file = main.joinpath(*names)
                 if not file.is_file():
                     raise Refused(404, "Entry not found", "EntryNotFound")
-                self.answer_headers = {"X-Repo-Commit": hash_of(branch), "ETag": f'"{hash_of(file)}"'}
+                self.answer_headers = {"X-Repo-Commit": hash_of(main), "ETag": f'"{hash_of(file)}"'}
                 return file.read_bytes()
             case [_, "preupload", _]:
                 names = [file["path"] for file in json.loads(body)["files"]]
                 return {"files": [{"path": name, "uploadMode": "lfs", "shouldIgnore": False} for name in names]}
             case [_, "commit", revision]:
-                branch = find_branch(main, revision)
+                check_revision(main, revision)
                 for change in [json.loads(line) for line in body.splitlines()[1:]]:  # the first line is the message
-                    target = branch / change["value"]["path"]
+                    target = main / change["value"]["path"]
                     if change["key"] == "deletedFile":
                         target.unlink()
                     else:
                         shutil.copyfile(stored / change["value"]["oid"], target)
-                return {"commitOid": hash_of(branch), "commitUrl": f"{self.hub.url}/{owner}/{name}/commit/x"}
-            case ["POST", "branch", new]:
-                if main.with_name(f"{name}@{new}").exists():
-                    raise Refused(409, "Reference already exists")
-                shutil.copytree(main, main.with_name(f"{name}@{new}"))
-            case ["DELETE", "branch", old]:
-                shutil.rmtree(find_branch(main, old))
-        # To create, auth-check, branch and super-squash; there is no history to remove.
+                return {"commitOid": hash_of(main), "commitUrl": f"{self.hub.url}/{owner}/{name}/commit/x"}
+        # To create and auth-check.
         return {"url": f"{self.hub.url}/{repo.removeprefix('models/')}"}
 
 
