@@ -99,18 +99,12 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         fix = "continue it with --resume auto, or start another run with another --out-dir"
         require(is_newest, f"{problem}; {fix}")
 
-    # Nor are newer weights that are damaged, nor those without any optimizer state, as they are pulled from the Hub.
-    # Beside an older complete step, whole ones are trained again.
-    whole = names.complete_steps(run_dir, ["model"])
-    for path in run_dir.glob("model_*.pt"):
-        match = names.CHECKPOINT_FILE.fullmatch(path.name)
-        if match is None:
-            continue
-        step = int(match["step"])
-        if newest is None or (step > newest and step not in whole):
-            problem = f"{path} ({path.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"
-            fix = "move it away, then --resume auto; or start from these weights with"
-            raise UserError(f"{problem}; {fix} --init-from {shlex.quote(str(path))} and another --out-dir")
+    # Nor are weights without their optimizer state, as they are pulled from the Hub. Beside an older complete step they
+    # are trained again.
+    for path in run_dir.glob("model_[0-9]*.pt") if newest is None else ():
+        problem = f"{path} ({path.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"
+        fix = "move it away, then --resume auto; or start from these weights with"
+        raise UserError(f"{problem}; {fix} --init-from {shlex.quote(str(path))} and another --out-dir")
     return saved and saved | {"config": TrainConfig.from_dict(saved["config"])}
 
 

@@ -198,11 +198,8 @@ def print0(*args: object, file: TextIO | None = None) -> None:
     """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
     full disk nor a reader that is gone nor a character that a terminal lacks ends a run."""
     if env_rank() == 0:
-        # A bar that is shown moves down a line.
-        write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
         with suppress(OSError, UnicodeError):
-            write(printable(" ".join(map(str, args))), file=file)
-            (file or sys.stdout).flush()
+            print(printable(" ".join(map(str, args))), file=file, flush=True)
 
 
 def progress_bar(items: Iterable, name: str) -> Iterable:
@@ -232,11 +229,9 @@ def parse_duration(text: str) -> float:
     """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
     if not text:
         return math.inf
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
-        return float(text)
 
     # Each unit is optional, but the order is fixed: days, hours, minutes, seconds.
-    match = re.fullmatch("".join(rf"(?:([0-9]{{1,9}}){unit})?" for unit in "dhms"), text)
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
     if match is None:
         raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
     d, h, m, s = (int(count or 0) for count in match.groups())

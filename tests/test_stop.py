@@ -21,11 +21,9 @@ def test_a_time_limit_counts_from_the_first_start(monkeypatch):
     assert StopRequest("59m").is_requested() and not StopRequest("61m").is_requested()
 
 
-@pytest.mark.parametrize("limit, is_over", [("0.0001", True), ("1h", False), ("0", False), ("", False)])
-def test_a_time_limit_of_zero_is_none(limit, is_over):
-    request = StopRequest(limit)
-    time.sleep(0.001)
-    assert request.is_requested() == is_over
+@pytest.mark.parametrize("limit", ["1h", "0", ""])
+def test_a_time_limit_of_zero_is_none(limit):
+    assert not StopRequest(limit).is_requested()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])

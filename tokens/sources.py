@@ -76,7 +76,7 @@ def find_files(words: list[str]) -> dict[Path, str]:
     if len(words) == 1 and is_on_hub(words[0]):
         return {}
 
-    files: dict[tuple[int, int], Path] = {}
+    files: list[Path] = []
     for word in words:
         # A file whose name has glob characters in it is meant literally.
         matches = [word] if os.path.isfile(word) else sorted(glob(word, recursive=True))
@@ -87,13 +87,12 @@ def find_files(words: list[str]) -> dict[Path, str]:
 
         # nanoGPT's val.bin comes with its train.bin, and before all other files: the first shard is for validation.
         beside = [path.with_name("val.bin") for path in paths if path.name == "train.bin"]
-        paths += filter(Path.is_file, beside)
-        # A file counts once, however many links and patterns lead to it.
-        for path in paths:
-            status = path.stat()
-            files.setdefault((status.st_dev, status.st_ino), path)
-    val_first = sorted(files.values(), key=lambda path: path.name != "val.bin")
-    return {path: path.name for path in val_first}
+        files += [*paths, *filter(Path.is_file, beside)]
+    # A file counts once, however many links and patterns lead to it.
+    once: dict[Path, Path] = {}
+    for path in sorted(files, key=lambda path: path.name != "val.bin"):
+        once.setdefault(path.resolve(), path)
+    return {path: path.name for path in once.values()}
 
 
 def find_installed(name: str) -> dict[Path, str]:
