@@ -1,4 +1,4 @@
-"""README.md and docs/: their commands are understood, their links lead somewhere, and the worked change works."""
+"""README.md and docs/: their commands are understood, and the worked change works."""
 
 import argparse
 import re
@@ -74,25 +74,6 @@ def test_the_script_understands_the_command(command, request, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, *args])
     with pytest.raises(Parsed):
         runpy.run_path(str(ROOT / script), run_name="__main__")
-
-
-def find_anchors(page: str) -> set[str]:
-    """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_between_pages_lead_somewhere(name):
-    broken = []
-    for link in re.findall(r"\]\(([^)\s]+)", PAGES[name]):
-        path, _, anchor = link.partition("#")
-        if path.startswith("http"):
-            continue
-        target = (ROOT / name).parent / path if path else ROOT / name
-        if not target.is_file() or (anchor and anchor not in find_anchors(target.read_text())):
-            broken.append(link)
-    assert broken == []
 
 
 def test_the_worked_change_applies_and_passes(tmp_path):

@@ -103,8 +103,7 @@ def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
 
     # Of what else is there, nothing is taken.
     (hub.root / "datasets/tester/fineweb10B/README.md").write_text("tokens")
-    outside = "../fineweb_train_000000.bin"
-    hub.extra_tree.append({"type": "file", "path": outside, "rfilename": outside, "size": 1, "oid": "0" * 40})
+    hub.add_hostile_file("../fineweb_train_000000.bin")
     run("pull-data", "tester/fineweb10B", tmp_path / "out", "--limit-shards", "2", token="")
 
     names = ["web[10B]_train_000001.bin", "web[10B]_train_000002.bin", "web[10B]_val_000000.bin"]

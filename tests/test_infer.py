@@ -81,12 +81,9 @@ def test_prompts_are_text(run_main, run_dir):
     assert run_main(run_dir, *flags, "--top-p", 1e-6).out == run_main(run_dir, *flags, "--temperature", 0).out != "\n"
 
 
-@pytest.mark.parametrize("written, prompt", [
-    (b"Once upon\na time\n\n", "Once upon\na time\n"), (b"\xef\xbb\xbfOnce upon\r\na time\r\n", "Once upon\na time"),
-])  # fmt: skip
-def test_a_prompt_from_windows_is_the_same_text(stdin, written, prompt):
-    stdin(written)
-    assert infer.read_prompt("-") == prompt
+def test_a_prompt_from_windows_is_the_same_text(stdin):
+    stdin(b"\xef\xbb\xbfOnce upon\r\na time\r\n")
+    assert infer.read_prompt("-") == "Once upon\na time"
 
 
 # ------------------------------------------------------------------------- streams
@@ -128,10 +125,7 @@ def test_text_is_written_as_it_is_generated(capsys):
 # ------------------------------------------------------------------------- precision and speed
 
 
-def test_what_does_not_fit_is_named(run_main, run_dir, tmp_path):
-    with pytest.raises(UserError, match="--num-samples 1000000000"):
-        run_main(run_dir, "Hi", "--num-samples", 10**9, "--dtype", "float32")
-
+def test_a_network_beyond_float16_is_named(run_main, tmp_path):
     model = make_network()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(60_000)  # finite in float16, but not the logits

@@ -17,37 +17,30 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # ------------------------------------------------------------------------- the lists of packages and files
 
 
-def find_imports(path):
-    """The top-level names of all modules that a file imports, inside functions too."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.split(".")[0] for name in names}
-
-
 def test_every_imported_package_is_required():
     """What comes only because another package needs it may be gone with the next version of that one."""
-    packages, modules = (PYPROJECT["tool"]["setuptools"][key] for key in ("packages", "py-modules"))
-    files = [ROOT / f"{name}.py" for name in modules] + [p for name in packages for p in (ROOT / name).glob("*.py")]
-    imported = set().union(*map(find_imports, files)) - sys.stdlib_module_names - {*packages, *modules}
+    setuptools, project = PYPROJECT["tool"]["setuptools"], PYPROJECT["project"]
+    ours = {*setuptools["packages"], *setuptools["py-modules"]}
+    imported = set()
+    for path in [*ROOT.glob("*.py"), *(path for name in ours for path in ROOT.glob(f"{name}/*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                name = getattr(node, "module", None) or node.names[0].name
+                imported.add(name.split(".")[0])
 
-    project = PYPROJECT["project"]
     lines = sum(project["optional-dependencies"].values(), project["dependencies"])
     required = {canonicalize_name(Requirement(line).name) for line in lines}
     origin = packages_distributions()
-    missing = [name for name in imported if not {canonicalize_name(d) for d in origin.get(name, [name])} & required]
-    assert not missing
+    for name in imported - sys.stdlib_module_names - ours:
+        assert required & {canonicalize_name(d) for d in origin.get(name, [name])}, name
 
 
 def test_a_wheel_has_every_file():
     setuptools = PYPROJECT["tool"]["setuptools"]
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert set(setuptools["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
-    assert set(setuptools["packages"]) == packages
-
-    for path in (path for name in packages for path in (ROOT / name).iterdir() if path.is_file()):
-        patterns = setuptools["package-data"].get(path.parent.name, [])
-        assert path.suffix == ".py" or any(path.match(pattern) for pattern in patterns), path
+    assert set(setuptools["packages"]) == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    patterns = {f"{name}/{pattern}" for name, found in setuptools["package-data"].items() for pattern in found}
+    assert patterns == {f"{path.parent.name}/{path.name}" for path in ROOT.glob("lifecycle/*.csv")}
 
 
 # ------------------------------------------------------------------------- make

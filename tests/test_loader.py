@@ -134,30 +134,20 @@ def test_memory_holds_the_shards_of_one_group(tiny_data, monkeypatch):
 
 
 def test_id_above_vocabulary_is_named(tiny_data):
-    path = tiny_data / "tiny_train_000003.npy"
-    tokens = shards.read_shard(path).copy()
-    tokens[700] = 256
-    shards.write_shard(path, tokens)
-
-    with pytest.raises(UserError, match=r"tiny_train_000003.*700 is id 256"):
-        open_loader(tiny_data).read(np.array([[2, 0]]))
+    data = open_loader(tiny_data, vocab_size=255)
+    with pytest.raises(UserError, match=r"tiny_train_00000\d.*id 255"):
+        data.read(data.order.span(0, data.order.sequences_per_epoch))
 
 
 def test_a_shard_that_changes_is_not_trained_on(tmp_path, tiny_data):
-    # With a manifest, in any bit.
-    folder = make_shards(tmp_path / "toy", size=1000)
-    data = open_loader(folder, vocab_size=50257, shuffle=False)  # which holds one shard in memory
-    data.read(np.array([[1, 0], [0, 0]]))
-    path = folder / "toy_train_000002.npy"
-    shards.write_shard(path, shards.read_shard(path) ^ (np.arange(1000) == 5))
-    with pytest.raises(UserError, match=path.name):
-        data.read(np.array([[1, 0]]))
-
-    # Without one, in its size.
-    data = open_loader(tiny_data, shuffle=False)
-    shards.write_shard(tiny_data / "tiny_train_000003.npy", np.arange(4097) % 256)
-    with pytest.raises(UserError, match=r"000003.*1,500 .* 4,097"):
-        data.read(np.array([[2, 0]]))
+    """With a manifest in any bit, without one in its size."""
+    for folder, size in ((make_shards(tmp_path / "toy", size=1000), 1000), (tiny_data, 4097)):
+        data = open_loader(folder, vocab_size=50257, shuffle=False)  # which holds one shard in memory
+        *_, shard = shards.find_shards(folder, "train")
+        data.read(np.array([[0, 0]]))
+        shards.write_shard(shard.path, np.arange(size))
+        with pytest.raises(UserError, match=shard.path.name):
+            data.read(np.array([[len(data.order.sequences_per_shard) - 1, 0]]))
 
 
 def test_a_sequence_needs_one_token_more(tiny_data):

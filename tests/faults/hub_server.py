@@ -65,6 +65,10 @@ class Hub:
         for name, value in {**values, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
             monkeypatch.setattr(constants, name, value)
 
+    def add_hostile_file(self, path: str) -> None:
+        """Every listing has a file that leads out of the folder."""
+        self.extra_tree.append({"type": "file", "path": path, "rfilename": path, "size": 1, "oid": "0" * 40})
+
     def take_fault(self, method: str, path: str) -> Fault | None:
         """The fault that hits this request, once less."""
         for fault in self.faults:

@@ -41,8 +41,10 @@ TOKENIZE = ["fineweb", "--shard-size", 1500, "--source"]
 class Job:
     """A command that fills a folder and that, run again, fills what is missing. Its last flag names the folder."""
 
-    def __init__(self, folder: Path, *command, ranks: int = 1):
-        self.command, self.ranks, self.out, self.log = command, ranks, folder / "out", folder / "log"
+    def __init__(self, folder: Path, name: str, command: list):
+        self.name, self.command, self.ranks = name, command, 2 if "2 ranks" in name else 1
+        (folder / name).mkdir()
+        self.out, self.log = folder / name / "out", folder / name / "log"
         start_time = time.monotonic()
         ended = self.run()
         assert ended.exit_code == 0, ended.output
@@ -107,23 +109,19 @@ def main() -> None:
             "fineweb, npy": [*tokenize, "--format", "npy", "--out"],
             "fineweb, bin": [*tokenize, "--format", "bin", "--out"],
         }
-        jobs = {}
-        for name, command in commands.items():
-            (folder / name).mkdir()
-            jobs[name] = Job(folder / name, *command, ranks=2 if "2 ranks" in name else 1)
+        jobs = [Job(folder, name, command) for name, command in commands.items()]
 
         counts: Counter = Counter()
         for number in range(args.faults):
-            name = list(jobs)[number % len(jobs)]
-            job, rng = jobs[name], random.Random(f"{args.seed} {number}")
+            job, rng = jobs[number % len(jobs)], random.Random(f"{args.seed} {number}")
             shutil.rmtree(job.out, ignore_errors=True)
             fault = job.fill_disk if job.ranks == 1 and rng.random() < 0.25 else job.kill
             outcome = "recovered" if fault(rng) else "unhurt"
             ended = job.run()
             if ended.exit_code != 0 or job.read_bits() != job.bits:
                 outcome = "LOST"
-                print(f"fault {number}, {name}: exit code {ended.exit_code}\n{ended.output[-2000:]}", flush=True)
-            counts[name, outcome] += 1
+                print(f"fault {number}, {job.name}: exit code {ended.exit_code}\n{ended.output[-2000:]}", flush=True)
+            counts[job.name, outcome] += 1
 
     for (name, outcome), count in sorted(counts.items()):
         print(f"{name:30} {outcome:10} {count}")
