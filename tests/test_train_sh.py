@@ -326,13 +326,11 @@ def test_pod_from_rent_to_removal(tmp_path):
 
     def start():
         """Returns the command that stops the run, which is printed before the terminal is closed."""
-        printed = tmp_path / "printed"
-        with open(printed, "w") as f:
-            shell = subprocess.Popen(command, cwd=pod, env=env, stdout=f, start_new_session=True)
-        wait_for(lambda: "stop: " in printed.read_text(), 120)
-        os.killpg(shell.pid, signal.SIGKILL)
-        shell.wait()
-        return re.search("stop: +(.*)", printed.read_text())[1]
+        how = {"cwd": pod, "env": env, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, start_new_session=True, **how) as shell:
+            printed = next(line for line in shell.stdout if line.startswith("stop:"))
+            os.killpg(shell.pid, signal.SIGKILL)
+        return printed.removeprefix("stop:")
 
     def supervisor():
         return int((run / "train.lock").read_text().split()[0])
