@@ -13,7 +13,7 @@ from helpers import make_documents
 from system.cli import UserError
 from tokens import documents as readers
 from tokens import shards
-from tokens.sources import find_files, identify
+from tokens.sources import find_files, identify, is_on_hub
 
 # Two configurations, three splits. Only the card says which files are whose; the order of the patterns is not by name.
 CARD = """---
@@ -27,6 +27,14 @@ configs:
   - {split: train, path: fr/*.parquet}
 ---
 """
+
+
+def test_a_name_with_a_slash_is_a_dataset_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_on_hub("owner/web-1.5") and not is_on_hub("my/texts.txt") and not is_on_hub("my/web/1")
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "web-1.5").touch()
+    assert not is_on_hub("owner/web-1.5")
 
 
 def test_patterns_name_files_in_order_and_each_once(tmp_path, monkeypatch):
