@@ -10,18 +10,16 @@ in processes of their own in processes.py. A test of training usually reads:
 import importlib
 import json
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
+from networks import make_network
 
 import train_gpt2
 from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
-from model import GPT, GPTConfig
 from system import cli
 from system.distributed import Runtime
 from tokens import shards
@@ -38,15 +36,6 @@ TINY_FLAGS = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.blo
 --sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 12 --warmup-steps 2 --val-every 4
 --val-tokens 1024 --hellaswag-every 0 --sample-every 0 --save-every 3 --keep 0 --no-compile --dtype float32
 --optimizer adamw --schedule cosine --max-lr 3e-3 --min-lr 3e-4""".split()
-
-# A value off its default for every setting of the recipe, but for the network, the weights that it begins from and the
-# length of the run. test_train.py trains with each alone, test_ranks.py resumes with all of them together.
-OFF_DEFAULT: dict[str, Any] = {
-    "seed": 7, "shuffle": False, "overfit_single_batch": True, "total_batch_size": 512, "sequence_length": 16,
-    "max_lr": 5e-3, "min_lr": 1e-3, "warmup_steps": 2, "schedule": "trapezoid", "cooldown": 0.4,
-    "optimizer": "muon", "weight_decay": 0.3, "grad_clip": 0.05, "muon_lr": 0.01, "weights": "bfloat16",
-    "embed_lr_scale": 2.0,
-}  # fmt: skip
 
 # What random HellaSwag rows are made of.
 WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly guitar ball river jumps".split()
@@ -136,13 +125,12 @@ def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(seed)
     entries = []
-    for i in range(3):
-        tokens = rng.integers(0, 50256, size).astype(np.uint16)
-        tokens[0] = 50256  # each shard begins with a document
-        name = f"toy_{'train' if i else 'val'}_{i:06d}.npy"
-        sha256 = shards.write_shard(folder / name, tokens)
-        end = {"file": 0, "token": i}
-        entries.append(shards.Shard(name, len(tokens), int((tokens == 50256).sum()), sha256, end))
+    for i, split in enumerate(("val", "train", "train")):
+        tokens = rng.integers(0, 50256, size)
+        tokens[0] = 50256  # each shard is one document
+        name = f"toy_{split}_{i:06d}.npy"
+        sha256 = shards.write_shard(folder / name, tokens.astype(np.uint16))
+        entries.append(shards.Shard(name, size, 1, sha256, {"file": 0, "token": i}))
     source = shards.Source("toy", column="text", revision="1", files=[shards.SourceFile("toy.txt", 1)])
     shards.write_manifest(folder, shards.Manifest(source, "npy", size, complete=True, shards=entries))
     return folder
@@ -151,11 +139,7 @@ def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
 def write_tiny_model(folder: Path, block_size: int, n_embd: int) -> Path:
     """A run folder with one tiny model of GPT-2's vocabulary. Its weights are random, and large enough that its choices
     are not close calls, which rounding could turn."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=block_size, vocab_size=50304, n_layer=2, n_head=2, n_embd=n_embd))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
+    model = make_network(block_size=block_size, n_layer=2, n_head=2, n_embd=n_embd)
     folder.mkdir()
     checkpoint.write(folder / "model_00007.pt", checkpoint.model_file(model, 7))
     return folder
@@ -193,32 +177,22 @@ def make_documents(seed, n=40) -> list[str]:
     return [" ".join(rng.choice(TRICKY_TEXTS[:14], rng.integers(0, 9))) for _ in range(n)] + TRICKY_TEXTS
 
 
-def write_parquet(path, documents, **kwargs) -> Path:
-    """A parquet file with the columns id and text, as FineWeb's files have them; kwargs go to pyarrow."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table({"id": list(range(len(documents))), "text": pa.array(documents, pa.string())})
-    pq.write_table(table, path, **kwargs)
-    return path
-
-
 # ------------------------------------------------------------------------- HellaSwag rows
 
 
 def make_hellaswag_rows(n: int, seed: int = 0) -> list[dict]:
     """n rows with the fields of HellaSwag's, of random words, in endings of different lengths."""
-    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
 
-    def random_words(low: int, high: int) -> str:
-        count = int(torch.randint(low, high, (1,), generator=generator))
-        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=generator))
+    def random_words(most: int) -> str:
+        return " ".join(rng.choice(WORDS, rng.integers(1, most))) + "."
 
-    def make_row(i: int) -> dict:
-        a, b = random_words(1, 30), random_words(1, 4)
-        endings = [random_words(1, 25) + "." for _ in range(4)]
-        context = {"ctx": f"{a}. {b}", "ctx_a": f"{a}.", "ctx_b": b}
-        return {**context, "activity_label": "x", "endings": endings, "label": i % 4}
-
-    return [make_row(i) for i in range(n)]
+    rows = []
+    for i in range(n):
+        a, b = random_words(30), random_words(4)
+        row = {"ctx": f"{a} {b}", "ctx_a": a, "ctx_b": b, "activity_label": "x"}
+        rows.append({**row, "endings": [random_words(25) for _ in range(4)], "label": i % 4})
+    return rows
 
 
 def write_jsonl(path, rows) -> Path:

@@ -76,6 +76,8 @@ TABLE = """
 1 | hub.py import small/model_00001.pt run                 | run
 1 | infer.py small --temperature -1                        | --temperature -1
 1 | infer.py small --top-p 0                               | --top-p 0
+1 | infer.py small --top-p 1.1                             | --top-p 1.1
+1 | infer.py small --top-k -1                              | --top-k -1
 1 | infer.py small 'one two three four five six 7 8 9'     | 9 tokens
 1 | infer.py cut/foreign.pt                                | hub.py import cut/foreign.pt
 1 | infer.py cut/model_00001.pt                            | cut/model_00001.pt

@@ -1,7 +1,5 @@
 """GPUs by their data sheets: found as people write them, and as the driver names them."""
 
-import dataclasses
-
 import pytest
 import torch
 from helpers import CPU
@@ -35,15 +33,13 @@ def test_a_peak_is_the_data_sheets_or_unknown(monkeypatch, driver_name, tflops):
 
 @pytest.mark.parametrize("other, total", [(3e12, 4e12), (None, None)])
 def test_the_peaks_of_all_ranks_add_up(monkeypatch, other, total):
-    monkeypatch.setattr(cards, "peak_flops", lambda device: 1e12)
-    monkeypatch.setattr(Runtime, "gather", lambda self, peak: [peak, other])
-    assert cards.total_peak_flops(dataclasses.replace(CPU, world_size=2)) == total
+    monkeypatch.setattr(Runtime, "gather", lambda self, peak: [1e12, other])
+    assert cards.total_peak_flops(CPU) == total
 
 
 @pytest.mark.parametrize("text, names", [
-    ("2xH100", ["H100", "H100"]), ("A100-40GB", ["A100-40GB"]), ("a100 80gb", ["A100"]), ("4090", ["RTX 4090"]),
-    ("2 x NVIDIA H100 80GB HBM3", ["H100", "H100"]), ("h100-pcie", ["H100 PCIe"]), ("rtx a6000", ["A6000"]),
-    ("2080Ti+2x3090", ["RTX 2080 Ti", "RTX 3090", "RTX 3090"]),
+    ("2 x NVIDIA H100 80GB HBM3", ["H100", "H100"]), ("A100-40GB", ["A100-40GB"]), ("h100-pcie", ["H100 PCIe"]),
+    ("rtx a6000", ["A6000"]), ("2080Ti+2x3090", ["RTX 2080 Ti", "RTX 3090", "RTX 3090"]),
 ])  # fmt: skip
 def test_cards_are_found_as_people_write_them(text, names):
     assert cards.find_cards(text) == names

@@ -1,5 +1,5 @@
-"""Presets have the numbers of the recipes that they reproduce; flags parse; a value that is not valid is refused; the
-settings that may change on resume or between ranks are told from the others; every choice is handled somewhere."""
+"""Presets have the numbers of the recipes that they reproduce; flags parse; a value that is not valid is refused; ranks
+share all settings but local ones; every choice is handled somewhere. test_resume.py has what may change on a resume."""
 
 import functools
 import importlib
@@ -15,8 +15,8 @@ from lifecycle.command_line import Mode, parse
 from model import GPTConfig
 from system.cli import UsageError, UserError
 from training import optim
-from training.config import TrainConfig, as_flag, changed_settings, settings_by_flag, shapes_result
-from training.presets import DESCRIPTIONS, PRESETS, is_network_from_init
+from training.config import TrainConfig, flag, settings_by_flag
+from training.presets import DESCRIPTIONS, PRESETS
 
 GPT2, QUICKSTART = PRESETS["gpt2-124m"], PRESETS["quickstart"]
 SAVED = replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict()
@@ -100,7 +100,6 @@ def test_presets_have_the_numbers_of_their_recipes(name):
 def test_every_preset_has_a_recipe_and_its_own_name():
     """Two presets of one name, as after a replace() without preset=, would leave one of the recipes without."""
     assert set(PRESETS) - {"quickstart"} == set(RECIPES)
-    assert set(PRESETS) == set(DESCRIPTIONS)
     for name, cfg in PRESETS.items():
         assert cfg.preset == name and str(cfg.run_dir) == f"log/{name}"
         assert TrainConfig.from_dict(cfg.to_dict()) == cfg
@@ -119,10 +118,8 @@ def test_flags_override_the_preset():
     model = replace(QUICKSTART.model, n_layer=2, bias=False, positions="rope")
     network = {"model": model, "shuffle": False, "max_lr": 0.001, "keep": 4, "warmup_steps": 9, "zero_stage": 1}
     assert cfg == replace(QUICKSTART, **network, sample_prompt="a b")
-    assert parse_words("") == GPT2
-    assert parse_words("--micro-batch-size 3 --out-dir quickstart") == replace(
-        GPT2, micro_batch_size=3, out_dir="quickstart"
-    )
+    flags = "--micro-batch-size 3 --out-dir quickstart"
+    assert parse_words(flags) == replace(GPT2, micro_batch_size=3, out_dir="quickstart")
 
 
 @pytest.mark.parametrize("words, named", [
@@ -152,15 +149,13 @@ def test_the_help_has_every_flag_with_its_value_and_sentence(capsys):
         parse_words("quickstart --max-steps 7 -h")
     assert not ending.value.code
     text = "".join(capsys.readouterr().out.split())  # without the places where lines break
-    for config, section in ((replace(QUICKSTART, max_steps=7), ""), (QUICKSTART.model, "model.")):
-        for field in fields(config):
-            value = getattr(config, field.name)
-            shown = {"True": "on", "False": "off"}.get(str(value), value)
-            name = (section + field.name).replace("_", "-")
-            sentence = f"{field.metadata['help']} ({shown})".replace(" ", "")
-            has_flag = field.metadata.get("has_flag", True) and field.name != "model"
-            assert (sentence in text and f"--{name}" in text) == has_flag, name
-    assert all(name + sentence.replace(" ", "") in text for name, sentence in DESCRIPTIONS.items())
+    about = {field.name: field.metadata for field in fields(TrainConfig) if field.name != "model"}
+    about |= {f"model.{field.name}": field.metadata for field in fields(GPTConfig)}
+    for name, metadata in about.items():
+        is_shown = flag(name) in text and metadata["help"].replace(" ", "") in text
+        assert is_shown == metadata.get("has_flag", True), name
+    assert about["max_steps"]["help"].replace(" ", "") + "(7)" in text and "(off)" in text
+    assert set(PRESETS) == {name for name in DESCRIPTIONS if name in text}
 
 
 def test_resume_brings_the_saved_config_and_its_folder(tmp_path):
@@ -172,14 +167,6 @@ def test_resume_brings_the_saved_config_and_its_folder(tmp_path):
     # train.sh adds one when it restarts, and the last one counts.
     assert parse_words(f"--resume log/q/model_00100.pt --resume={tmp_path}").run_dir == tmp_path
     assert parse_words("--resume log/q/model_00100.pt --resume auto") == replace(GPT2, resume="auto")
-
-
-def test_a_network_is_that_of_init_from_or_of_flags():
-    assert is_network_from_init(PRESETS["finetune"])
-    assert not is_network_from_init(GPT2)
-    assert not is_network_from_init(parse_words("finetune --model.n-layer 3"))
-    later = replace(PRESETS["finetune"], preset="of a later version")  # as a checkpoint may say
-    assert not is_network_from_init(later)
 
 
 @pytest.mark.parametrize("words, steps", [
@@ -238,23 +225,6 @@ def test_every_choice_has_its_entry(config_class):
 
 
 # ------------------------------------------------------------------------- resume and ranks
-
-
-def test_what_may_change_on_a_resume_is_told_from_what_may_not():
-    model = replace(QUICKSTART.model, n_layer=5)
-    new = replace(QUICKSTART, seed=2, val_every=7, data_dir="x", max_steps=9, model=model)
-    changes = changed_settings(QUICKSTART, new)
-    assert changes["data_dir"] == ("data/shakespeare", "x")
-    assert sorted(name for name in changes if shapes_result(name)) == ["model.n_layer", "seed"]
-    assert sorted(name for name in changes if not shapes_result(name)) == ["data_dir", "max_steps", "val_every"]
-
-
-def test_a_setting_is_restored_by_its_flag():
-    changed = replace(GPT2, shuffle=False, model=replace(GPT2.model, bias=False), max_lr=0.001, init_from="a b")
-    names = ["shuffle", "model.bias", "max_lr", "init_from"]
-    flags = [as_flag(name, functools.reduce(getattr, name.split("."), changed)) for name in names]
-    assert parse_words(" ".join(flags)) == changed
-    assert parse_words(as_flag("shuffle", True)).shuffle
 
 
 def test_the_config_of_an_older_run_keeps_its_meaning(saved):
