@@ -9,6 +9,9 @@ in processes of their own in processes.py. A test of training usually reads:
 
 import importlib
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args, get_type_hints
 from unittest import mock
@@ -61,6 +64,17 @@ def run_main(script, *words) -> int:
     """The exit code of a script, whose main runs in this process."""
     with mock.patch("sys.argv", [script, *map(str, words)]):
         return cli.run(importlib.import_module(script.removesuffix(".py")).main)
+
+
+@contextmanager
+def limit_file_size(size: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def choices(config_class, field) -> tuple:

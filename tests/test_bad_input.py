@@ -80,6 +80,7 @@ TABLE = """
 1 | infer.py small --top-k -1                              | --top-k -1
 1 | infer.py small 'one two three four five six 7 8 9'     | 9 tokens
 1 | infer.py cut/foreign.pt                                | hub.py import cut/foreign.pt
+1 | infer.py run/optim_00003.pt                            | optim_00003.pt contains no model
 1 | infer.py cut/model_00001.pt                            | cut/model_00001.pt
 1 | infer.py .                                             | run, small, weights
 1 | infer.py ./rnu                                         | no model at rnu

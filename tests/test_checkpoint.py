@@ -5,14 +5,13 @@ Most tests write real files of a tiny model with `save`, damage or delete some o
 
 import dataclasses
 import os
-import resource
 from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from helpers import same_bits, train_quickstart, write_jsonl
+from helpers import limit_file_size, same_bits, train_quickstart, write_jsonl
 
 from lifecycle.metrics import best_step
 from model import GPT, GPTConfig
@@ -53,8 +52,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
     writer.finish()
 
     for path in (tmp_path, tmp_path / "model_00007.pt"):
-        loaded, description = open_and_describe(path)
-        assert description == f"{tmp_path}/model_00007.pt, step 7"
+        loaded = open_model(path)
         assert loaded.config == config and not loaded.training
         assert same_bits(loaded.state_dict(), saved)
 
@@ -67,7 +65,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
     assert (tmp_path / "model_00007.pt").stat().st_size < model.num_params() * 4 + 20_000
 
 
-def test_only_a_complete_step_counts(tmp_path, tiny_args):
+def test_only_a_complete_step_counts(tmp_path):
     assert names.latest_step(tmp_path) is None and names.latest_step(tmp_path / "missing") is None
     for step in (1, 2, 99_999, 100_000):  # by number: model_100000.pt sorts before model_99999.pt
         save(tmp_path, step)
@@ -85,13 +83,6 @@ def test_only_a_complete_step_counts(tmp_path, tiny_args):
     complete = (tmp_path / "model_00002.pt").read_bytes()
     (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) // 2])
     assert names.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
-
-    # A run whose first save was killed between the renames begins anew.
-    new = tmp_path / "new"
-    new.mkdir()
-    names.optim_path(new, 1).write_bytes(b"content")
-    train_quickstart(tiny_args, new, "--resume", "auto", "--max-steps", "1")
-    assert checkpoint.read_train_state(new)["step"] == 1
 
 
 @pytest.mark.parametrize("change, named", [
@@ -115,19 +106,11 @@ def test_weights_must_fit_their_config(tmp_path, change, named):
 def test_what_is_no_checkpoint_is_named(tmp_path):
     """With the command that imports it."""
     path = tmp_path / "model_00001.pt"
-    for content, zipped in ((GPT(SMALL).state_dict(), True), ({"out": tmp_path}, True), ({"model": {}}, False)):
-        torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    for content in (GPT(SMALL).state_dict(), {"out": tmp_path}):
+        torch.save(content, path)
         with pytest.raises(UserError, match=f"hub.py import {path}") as error:
             checkpoint.load(path)
         assert "weights_only" not in str(error.value)  # torch's own words tell how to run pickled code
-    save(tmp_path, 2)
-    for name, read in (
-        ("optim_00002.pt", open_model),
-        ("model_00001.pt", checkpoint.read_train_state),
-        ("model_00009.pt", checkpoint.read_train_state),
-    ):
-        with pytest.raises(UserError, match=name):
-            read(tmp_path / name)
 
 
 def test_an_error_of_the_disk_is_not_blamed_on_the_file(one_run, monkeypatch):
@@ -202,15 +185,8 @@ def test_a_failed_write_loses_nothing(tmp_path):
     """Its cause is raised, not what torch makes of it. With the next save the same writer recovers."""
     save(tmp_path / "run", 1)
     writer = checkpoint.CheckpointWriter(tmp_path / "run")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"(?s)step 2 \(OSError: \[Errno 27\]"):
-            save(tmp_path / "run", 2, writer=writer)
-        with pytest.raises(OSError, match="Errno 27"):
-            checkpoint.write(tmp_path / "large", {"weight": torch.zeros(10**5)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with limit_file_size(10_000), pytest.raises(UserError, match=r"(?s)step 2 \(OSError: \[Errno 27\]"):
+        save(tmp_path / "run", 2, writer=writer)
     assert names.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
 
     # Somebody has moved the folder away.
@@ -225,16 +201,9 @@ def test_a_failed_write_loses_nothing(tmp_path):
     (27, 9, UserError, 1),  # that can never succeed ends the run at once
 ])  # fmt: skip
 def test_a_save_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch, number, failures, error, writes):
-    real_write, paths = checkpoint.write, []
-
-    def write(path, content):
-        paths.append(path)
-        if len(paths) <= failures:
-            raise OSError(number, "planted")
-        real_write(path, content)
-
+    write = Mock(wraps=checkpoint.write, side_effect=[OSError(number, "planted")] * failures + [DEFAULT] * 2)
     monkeypatch.setattr(checkpoint, "write", write)
     flags = ["--save-every", "1", "--max-steps", "100"] if number == 27 else ["--max-steps", "1"]
     with pytest.raises(error, match="planted") if error else nullcontext():
         train_quickstart([*tiny_args, *flags], tmp_path / "run")
-    assert len(paths) == writes and names.complete_steps(tmp_path / "run") == ([] if error else [1])
+    assert write.call_count == writes and names.complete_steps(tmp_path / "run") == ([] if error else [1])

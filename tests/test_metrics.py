@@ -1,7 +1,6 @@
 """What a run reports: metrics.jsonl, the console line, and trackers, which draw no point twice."""
 
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -9,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from helpers import CPU, load_metrics, parse_config
+from helpers import CPU, limit_file_size, load_metrics, parse_config
 
 from lifecycle.metrics import MetricsLogger
 from lifecycle.run import Run
@@ -77,14 +76,11 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
 
 def test_a_full_disk_delays_lines_but_not_the_run(tmp_path):
     """A piece of a line would spoil the next one, too."""
-    logger, (soft, hard) = make_logger(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    logger = make_logger(tmp_path)
     logger.write({"step": 0})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (logger.path.stat().st_size + 5, hard))
-    try:
+    with limit_file_size(logger.path.stat().st_size + 5):
         logger.write({"step": 1})
         logger.flush()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     logger.write({"step": 2})
     assert load_metrics(tmp_path) == [{"step": step} for step in range(3)]
 

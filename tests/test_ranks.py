@@ -9,8 +9,8 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -68,8 +68,8 @@ def test_every_feature_works_on_two_ranks(tiny_args, tmp_path, run_ranks):
     output = run_ranks(2, *command)
 
     assert_curves_close(load_curve(tmp_path / "two"), load_curve(one), 3e-2)
-    one_scores, two_scores = ([m.get("hellaswag_acc") for m in load_metrics(tmp_path / run)] for run in ("one", "two"))
-    assert one_scores == two_scores and one_scores[0] is not None
+    one_row, two_row = (load_metrics(tmp_path / run)[2] for run in ("one", "two"))
+    assert one_row["hellaswag_acc"] == two_row["hellaswag_acc"]
     assert output.count(", sample 3 of ") == 1
 
 
@@ -141,8 +141,8 @@ def check_shares() -> None:
         own = [t for o in optimizers for state in o.optim.state.values() for t in state.values() if t.dim()]
         shares = rt.gather(sum(t.nbytes for t in own))
         # Whole parameters are dealt out, so a rank has more than half where one is itself a large part.
-        assert sum(shares) == optim.state_bytes(model, cfg) and max(shares) < 0.75 * sum(shares)
-        assert max(shares) <= 1.1 * optim.state_bytes(model, cfg, shards=2)
+        assert sum(shares) == optim.state_bytes(model, cfg)
+        assert max(shares) <= 1.1 * optim.state_bytes(model, cfg, shards=2) < 0.75 * sum(shares)
 
 
 def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
@@ -155,10 +155,9 @@ def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
 def test_an_error_on_one_rank_ends_the_other(tiny_args, tiny_data, tmp_path, run_ranks):
     """With a status, by which nothing restarts them."""
     # A token that is not in the vocabulary, in sequence 6, which the second rank reads.
-    path = tiny_data / "tiny_train_000001.npy"
-    tokens = shards.read_shard(path).copy()
+    tokens = np.arange(3001, dtype=np.uint16) % 256
     tokens[200] = 300
-    shards.write_shard(path, tokens)
+    shards.write_shard(tiny_data / "tiny_train_000001.npy", tokens)
     status = tmp_path / "status.json"
 
     flags = ["quickstart", *tiny_args, "--no-shuffle", "--val-every", "0", "--out-dir", tmp_path / "out"]
@@ -175,26 +174,27 @@ def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, tmp_path, monke
     """Two machines may have another checkpoint, length of the run, network, shards or HellaSwag rows. Other cards round
     otherwise."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
-    fewer_rows = write_jsonl(tmp_path / "fewer.jsonl", make_hellaswag_rows(6))
-    copy = shutil.copytree(tiny_data, tmp_path / "copy")
     other = shutil.copytree(tiny_data, tmp_path / "other")
-    shards.write_shard(other / "tiny_train_000001.npy", np.arange(50, dtype=np.uint16))
-    monkeypatch.setattr(Runtime, "check_equal", lambda rt, facts, fix: found.append(facts))
-    found = []
+    (other / "tiny_train_000001.npy").unlink()
+    check_equal = Mock()
+    monkeypatch.setattr(Runtime, "check_equal", check_equal)
 
-    def compare(*words, step=3):
-        """What differs from the first call."""
-        cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every", "4", "--hellaswag-data", rows, *words)
+    def describe(*words, step=3):
+        cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every", "4", *words)
         resume.check_ranks_agree(cfg, CPU, {"step": step}, resume.open_data(cfg)[0])
-        return [name for name in found[0] if found[0][name] != found[-1].get(name)]
+        return set(check_equal.call_args.args[0].items())
 
-    assert compare() == compare("--data-dir", copy) == []
-    assert compare(step=6) == ["the step to resume from"]
-    assert compare("--max-steps", "13") == ["the number of steps"]
-    assert compare("--model.n-head", "4") == ["the network"]
-    assert compare("--data-dir", other) == ["the data"]
-    assert compare("--hellaswag-data", fewer_rows) == ["the HellaSwag file"]
-    assert compare("--zero-stage", "1") == ["the card"]
+    facts = describe()
+    assert facts == describe("--data-dir", shutil.copytree(tiny_data, tmp_path / "copy"))
+    for found, name in (
+        (describe(step=6), "the step to resume from"),
+        (describe("--max-steps", "13"), "the number of steps"),
+        (describe("--model.n-head", "4"), "the network"),
+        (describe("--data-dir", other), "the data"),
+        (describe("--hellaswag-data", rows), "the HellaSwag file"),
+        (describe("--zero-stage", "1"), "the card"),
+    ):
+        assert [fact for fact, _ in facts - found] == [name]
 
 
 def test_rank_0_says_whether_the_last_step_is_evaluated(one_run, monkeypatch):
@@ -208,13 +208,7 @@ def test_rank_0_says_whether_the_last_step_is_evaluated(one_run, monkeypatch):
 def change_the_seed_of_rank_1() -> None:
     """A `prepare` for ranks of which the second was started with another --seed."""
     if os.environ["RANK"] == "1":
-        parse = train_gpt2.parse
-
-        def parse_otherwise(*args):
-            cfg, mode = parse(*args)
-            return replace(cfg, seed=7), mode
-
-        train_gpt2.parse = parse_otherwise
+        sys.argv += ["--seed", "7"]
 
 
 def change_the_data_of_rank_1() -> None:
