@@ -41,6 +41,7 @@ TABLE = """
 1 | TRAIN --max-steps 0 --total-batch-size 1048576         | --total-batch-size 1048576
 1 | TRAIN --device cuda                                    | --device cuda
 1 | TRAIN --device cpu:1                                   | --device cpu:1
+1 | TRAIN --device cuda:x                                  | --device cuda:x
 1 | TRAIN --data-dir none                                  | none
 1 | TRAIN --data-dir cut                                   | cut/cut_train_000001.npy
 1 | TRAIN --hellaswag-every 5 --hellaswag-data none.jsonl  | none.jsonl

@@ -18,7 +18,6 @@ from system.cli import UserError
 from system.distributed import Runtime
 from tokens import shards
 from tokens.loader import Loader
-from tokens.sources import HUB_DATASETS
 from tokens.tokenizer import EOT, encoding
 from training.forward import Forward
 from training.presets import PRESETS
@@ -32,25 +31,21 @@ def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
     assert all(val is not None for _, val, _ in load_curve(often).values())
 
 
-def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data):
+def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data, monkeypatch):
     """Whatever the ranks and the micro-batch: here neither divides 43 sequences, nor is the last one the split's."""
-    # The expected loss, from all logits of the 43 sequences at once.
     cfg = parse_config("quickstart", *tiny_args, "--val-tokens", 43 * 32 + 31)
     model = GPT(cfg.model)
     data = Loader(tiny_data, "val", 32, 256)
     tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_val_000000.npy")[: 43 * 32 + 1].astype(int))
     with torch.no_grad():
-        logits = model(tokens[:-1].view(43, 32))[0]  # (43, 32, vocabulary)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
+        _, expected = model(tokens[:-1].view(43, 32), tokens[1:].view(43, 32))
 
-    forward = Forward(model, compiles=False)
+    # The ranks run one after another here, so each keeps its part of the sum.
+    monkeypatch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
     for world_size, B in ((1, 4), (3, 2), (2, 64)):
-        with pytest.MonkeyPatch.context() as patch:
-            # The ranks run one after another here, so each keeps its part of the sum.
-            patch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
-            ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
-            parts = [evaluator.validate(forward, data, cfg, rt, B) for rt in ranks]
-        assert sum(part["val_loss"] for part in parts) == pytest.approx(expected, rel=1e-5)
+        ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
+        parts = [evaluator.validate(Forward(model, compiles=False), data, cfg, rt, B) for rt in ranks]
+        assert sum(part["val_loss"] for part in parts) == pytest.approx(expected.item(), rel=1e-5)
         assert "val_bpb" not in parts[0]  # these are no ids of text
 
 
@@ -91,32 +86,22 @@ EDU = "HuggingFaceFW/fineweb-edu"
     # Another recipe.
     ("--max-lr 1e-3 --warmup-steps 256", EDU, "--max-lr, --warmup-steps"),
     ("--init-from gpt2", EDU, ""),
-    # Other data: a text of one's own, and shards without a manifest, which their first words identify.
-    ("", "my", "no reference"),
-    ("", "The Independent Jane\nFor all the love", "no reference"),
-    ("", HUB_DATASETS["fineweb-edu"].first_words + "'s books", "off track"),
+    ("", "my", "no reference"),  # a text of one's own
 ])  # fmt: skip
 def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, monkeypatch, capsys, flags, source, said):
     """By a loss of 9 nats, which is off every track."""
-    if " " in source:
-        ids = [EOT, *encoding().encode_ordinary(source)]
-        shards.write_shard(tmp_path / "published_val_000000.npy", np.array(ids, np.uint16))
-    else:
-        shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 400))
-    words = ["gpt2-124m", *flags.split(), "--data-dir", tmp_path, "--hellaswag-every", 0, "--sample-every", 0]
-    cfg = parse_config(*words)
+    shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 400))
+    cfg = parse_config("gpt2-124m", *flags.split(), "--data-dir", tmp_path, "--hellaswag-every", 0)
     monkeypatch.setattr(evaluator, "validate", lambda *args: {"val_loss": 9.0})
     monkeypatch.setattr(evaluator, "choose_prompt", lambda *args: [])
     data = SimpleNamespace(T=1024)
     run = Run(cfg, CPU, GPT.without_memory(cfg.model), data, data, "", 0, 19_073)
-    capsys.readouterr()
 
     found = evaluator.Evaluator(run, SimpleNamespace(forward=None, B=4))
 
     assert found.measure(500, StopRequest()) == {"val_loss": 9.0}
     output = capsys.readouterr().out
     assert said in output and ("off track" in output) == (said == "off track")
-    assert "context: 1024" in output
 
 
 def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch, capsys):

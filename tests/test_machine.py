@@ -4,6 +4,7 @@ measurement, the same on all ranks and after a resume."""
 import itertools
 import os
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,18 +22,15 @@ def gpu(monkeypatch, tmp_path):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(machine, "NVIDIA_FILES", (str(tmp_path / "nvidia[0-9]*"),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # by which the tests hide GPUs
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    def zeros(size, device):
-        if device.index > 1:
-            raise RuntimeError("CUDA error: invalid device ordinal")
-        if gpu.error:
-            raise RuntimeError(gpu.error)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
 
     def gpu(error):
-        gpu.error = error
+        def zeros(size, device):
+            if error or device.index > 1:
+                raise RuntimeError(error or "invalid device ordinal")
 
-    monkeypatch.setattr(torch, "zeros", zeros)
+        monkeypatch.setattr(torch, "zeros", zeros)
+
     return gpu
 
 
@@ -55,23 +53,13 @@ def test_the_cpu_is_for_who_asks_hides_the_gpus_or_has_none(gpu, tmp_path, monke
         assert machine.choose_device("auto").type == "cpu"
     (tmp_path / "nvidia0").unlink()
     assert machine.choose_device("auto").type == "cpu"
-    with pytest.raises(UserError, match=r"cuda:0.*unusable"):
-        machine.choose_device("cuda")
 
 
-@pytest.mark.parametrize("name", ["cuda:x", "cuda:", "cpu:1", "gpu", ""])
-def test_a_device_that_is_none_is_refused(name):
-    with pytest.raises(UserError, match=f"--device {name} must be"):
-        machine.choose_device(name)
-
-
-def test_a_rank_has_the_gpu_of_its_number(gpu, monkeypatch):
-    used = []
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+def test_a_rank_has_the_gpu_of_its_number(gpu):
     gpu("")
-    assert machine.choose_device("auto", local_rank=1) == torch.device("cuda", 1)
-    assert machine.choose_device("cuda:0", local_rank=1) == torch.device("cuda", 0)
-    assert used == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    for name, index in ("auto", 1), ("cuda:0", 0):
+        device = machine.choose_device(name, local_rank=1)
+        assert device.index == index and torch.cuda.set_device.call_args.args == (device,)
     with pytest.raises(UserError, match="cuda:2"):
         machine.choose_device("auto", local_rank=2)
 
@@ -106,13 +94,9 @@ def test_a_cpu_takes_bfloat16_where_it_clearly_wins(monkeypatch, speedup, chosen
 def test_a_busy_machine_does_not_change_the_speedup(monkeypatch):
     """bfloat16 takes 1 ms, float32 2 ms. Most tries, cold or beside another program, take a second."""
     seconds = {BF16: itertools.cycle([1, 1, 0.001]), FP32: itertools.cycle([1, 1, 0.002])}
-    times = [0.0]
-
-    def multiply(x, weight):
-        times.append(times[-1] + next(seconds[x.dtype]))
-
-    monkeypatch.setattr(time, "perf_counter", lambda: times[-1])
-    monkeypatch.setattr(machine, "linear", multiply)
+    times = []
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(times))
+    monkeypatch.setattr(machine, "linear", lambda x, weight: times.append(next(seconds[x.dtype])))
     assert machine.bfloat16_speedup() == pytest.approx(2.0)
 
 
@@ -120,12 +104,9 @@ def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, trai
     """Here float32, whatever is measured now. A flag changes it."""
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 4.0)
-    train_quickstart([*tiny_args, "--dtype", "auto"], trained_run, "--max-steps", "13", "--resume", "auto")
-    assert checkpoint.read_train_state(trained_run)["dtype"] == "float32"
-
-    flags = ["--max-steps", "14", "--resume", "auto", "--dtype", "bfloat16"]
-    train_quickstart(tiny_args, trained_run, *flags)
-    assert checkpoint.read_train_state(trained_run)["dtype"] == "bfloat16"
+    for steps, flag, dtype in (13, "auto", "float32"), (14, "bfloat16", "bfloat16"):
+        train_quickstart(tiny_args, trained_run, "--max-steps", steps, "--resume", "auto", "--dtype", flag)
+        assert checkpoint.read_train_state(trained_run)["dtype"] == dtype
 
 
 @pytest.mark.parametrize("own, other, chosen", [

@@ -44,27 +44,24 @@ def take_step(model, optimizers, cfg, step):
     model.zero_grad()
 
 
-EMBEDDINGS, MATRICES, VECTORS = (2.0, 0.1), (1.0, 0.1), (1.0, 0.0)  # rate and decay
+EMBEDDING, MATRIX, VECTOR = (2.0, 0.1), (1.0, 0.1), (1.0, 0.0)  # rate and decay
 
 
-@pytest.mark.parametrize("name, block_matrices, order", [
-    ("adamw", MATRICES, [EMBEDDINGS, MATRICES, VECTORS]),
-    ("muon", (5.0, None), [EMBEDDINGS, MATRICES, VECTORS, (5.0, None)]),
+@pytest.mark.parametrize("name, block_matrix, order", [
+    ("adamw", MATRIX, [EMBEDDING, MATRIX, VECTOR]), ("muon", (5.0, None), [EMBEDDING, MATRIX, VECTOR, (5.0, None)]),
 ])  # fmt: skip
-def test_each_role_has_its_own_rate_and_decay(name, block_matrices, order):
-    """By what a parameter is, not by its name: an added table of the vocabulary is an embedding, wherever it is."""
+def test_each_role_has_its_own_rate_and_decay(name, block_matrix, order):
+    """By what a parameter is, not by its name: a table in a block is an embedding, too."""
     cfg = dataclasses.replace(BASE, optimizer=name, embed_lr_scale=2.0, max_lr=1.0, muon_lr=5.0)
     model = GPT(dataclasses.replace(SMALL, tied_head=False))
-    model.transformer.h[0].attn.value_table = torch.nn.Embedding(64, 16)
-    model.temperature = torch.nn.Parameter(torch.ones(1))
+    block = model.transformer.h[0]
+    block.table = torch.nn.Embedding(64, 16)
     groups = itertools.chain(*optim.parameter_groups(model, cfg).values())
     found = {p: (group["peak_lr"], group.get("weight_decay")) for group in groups for p in group["params"]}
 
-    block = model.transformer.h[0]
-    embeddings = model.transformer.wte.weight, block.attn.value_table.weight
-    vectors = block.ln_1.weight, block.mlp.c_fc.bias, model.temperature
-    assert [found[p] for p in (*embeddings, *vectors)] == [EMBEDDINGS] * 2 + [VECTORS] * 3
-    assert (found[model.lm_head.weight], found[block.attn.c_attn.weight]) == (MATRICES, block_matrices)
+    assert found[model.transformer.wte.weight] == found[block.table.weight] == EMBEDDING
+    assert found[block.ln_1.weight] == found[block.mlp.c_fc.bias] == VECTOR
+    assert (found[model.lm_head.weight], found[block.attn.c_attn.weight]) == (MATRIX, block_matrix)
     assert found.keys() == set(model.parameters())
     assert list(dict.fromkeys(found.values())) == order  # in which checkpoints keep the state
 
