@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -29,11 +30,9 @@ def talk() -> None:
         # Both say what differs.
         if rt.rank == 1:
             settings |= {"--val-every": "5", "--new": "6"}
-        with pytest.raises(UserError) as refusal:
+        named = rf"differ: --val-every is 4 on rank 0 \({host}\), but 5 on rank 1 .*--new is None on .*fix it"
+        with pytest.raises(UserError, match=named):
             rt.check_equal(settings, "fix it")
-        message = str(refusal.value)
-        assert f"--val-every is 4 on rank 0 ({host}), but 5 on rank 1 ({host})" in message
-        assert "--new is None on rank 0" in message and "--seed" not in message and "fix it" in message
         with pytest.raises(TransientError):
             distributed.check_weights_agree(rt, [torch.tensor([rt.rank])], 5)
 
@@ -57,35 +56,20 @@ def test_two_ranks_talk(run_ranks):
     assert "Rank 1 failed" in output and "200 ms" in output
 
 
-@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_tasks_without_torchrun_are_refused(monkeypatch, name):
-    """Of two that are paid for, each would train alone. Ranks of torchrun are meant to be several."""
-    monkeypatch.setenv(name, "1")
-    with distributed.session("cpu"):
-        pass
-    monkeypatch.setenv(name, "2")
-    with pytest.raises(UserError, match=r"torchrun.*slurm\.sbatch"), distributed.session("cpu"):
-        pass
-    monkeypatch.setenv("RANK", "0")
-    with distributed.session("cpu"):
-        pass
-
-
-A_THIRD = torch.tensor(1 / 3)
-
-
-@pytest.mark.parametrize("change", [
-    lambda w: w[1, 2].copy_(torch.nextafter(w[1, 2], A_THIRD)),  # one bit
-    lambda w: w.copy_(w.flip(0)),
-    lambda w: w[0, 0].fill_(float("inf")),
+@pytest.mark.parametrize("variables, is_refused", [
+    ({"SLURM_NTASKS": "1"}, False), ({"SLURM_NTASKS": "2"}, True), ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+    ({"SLURM_NTASKS": "2", "RANK": "0"}, False),
 ])  # fmt: skip
-def test_a_checksum_changes_with_the_weights(change):
-    torch.manual_seed(0)
-    weights = [torch.randn(5, 7), torch.randn(3, 4)]
+def test_tasks_without_torchrun_are_refused(variables, is_refused):
+    """Of two that are paid for, each would train alone. Ranks of torchrun are meant to be several."""
+    refusal = pytest.raises(UserError, match="torchrun") if is_refused else nullcontext()
+    with patch.dict(os.environ, variables), refusal, distributed.session("cpu"):
+        pass
+
+
+def test_a_checksum_changes_with_any_bit():
+    weights = [torch.ones(5, 7), torch.zeros(3, 4)]
     before = weight_checksum(weights)
     assert weight_checksum([w.clone() for w in weights]) == before != weight_checksum(weights[::-1])
-
-    for weight in weights:
-        before = weight_checksum(weights)
-        change(weight)
-        assert weight_checksum(weights) != before
+    weights[1][1, 2] = 1e-45
+    assert weight_checksum(weights) != before

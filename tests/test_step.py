@@ -13,23 +13,20 @@ from model import GPT
 from system.cli import TransientError
 from training.step import Trainer
 from weights import checkpoint
-from weights.names import complete_steps
+from weights.names import complete_steps, optim_path
 
 
 def test_gradients_are_reduced_once_a_step(tiny_args):
     """DDP reduces in the backward pass of the last of three micro-batches only. Their losses are averaged."""
     reduced = []
 
-    class Forward:
-        """In place of DDP's module, which reads require_backward_grad_sync."""
-
-        def __call__(self, x, y):
-            reduced.append(self.require_backward_grad_sync)
-            return torch.ones((), requires_grad=True) * len(reduced)
+    def forward(x, y):
+        reduced.append(forward.require_backward_grad_sync)  # which DDP's module reads
+        return torch.ones((), requires_grad=True) * len(reduced)
 
     cfg = parse_config("quickstart", *tiny_args)
     trainer = Trainer(GPT(cfg.model), cfg, CPU)
-    trainer.ddp_forward = Forward()
+    trainer.ddp_forward = forward
     loss, _ = trainer.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
     assert reduced == [False, False, True] and loss == pytest.approx(2)
 
@@ -126,14 +123,13 @@ def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, m
     """Though the gradients of one of them are finite. The scale halves; resumed before that, the bits are the same."""
     multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)  # a step has two
     run = train_quickstart(float16_args, tmp_path / "run")
-    curve = load_curve(run)
+    curve, weights = load_curve(run), load_weights(run)
     assert [step for step, (loss, _, norm) in curve.items() if loss is not None and norm is None] == [2]
     assert same_bits(load_weights(run, 2), load_weights(run, 3))
-    scales = {step: checkpoint.read_train_state(run / f"optim_{step:05d}.pt")["scaler"]["scale"] for step in (2, 3, 7)}
-    assert scales == {2: 8, 3: 4, 7: 8}
+    states = [checkpoint.read_train_state(optim_path(run, step)) for step in (2, 3, 7)]
+    assert [state["scaler"]["scale"] for state in states] == [8, 4, 8]
     assert curve[11][0] < curve[0][0] - 0.05
 
-    weights = load_weights(run)
     delete_checkpoints_after(run, 1)
     monkeypatch.undo()
     multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 2)

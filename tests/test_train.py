@@ -43,13 +43,10 @@ def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monk
     """Also if the last checkpoint takes longer to write than the last evaluation takes."""
     write = checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.2), write(*args)))
-    cfg = parse_config("quickstart", *tiny_args, "--save-every", "4", "--keep", "1", "--out-dir", tmp_path)
-
-    train_gpt2.train(cfg, CPU, StopRequest())
-
-    val_losses = {step: val_loss for step, (_, val_loss, _) in load_curve(tmp_path).items() if val_loss is not None}
-    best = model_path(tmp_path, min(val_losses, key=val_losses.get))
-    assert f" {min(val_losses.values()):.4f}: {best}\n" in capsys.readouterr().out and best.exists()
+    run = train_quickstart(tiny_args, tmp_path / "run", "--save-every", "4", "--keep", "1")
+    losses = {val_loss: step for step, (_, val_loss, _) in load_curve(run).items() if val_loss is not None}
+    best = model_path(run, losses[min(losses)])
+    assert f" {min(losses):.4f}: {best}\n" in capsys.readouterr().out and best.exists()
 
 
 def test_every_setting_of_the_recipe_is_in_the_table():
