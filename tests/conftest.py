@@ -6,7 +6,6 @@ Ways to run a script, besides calling its functions or helpers.run_main:
     run_script("infer.py", "--help")             a new interpreter, as a user types it: seconds for the imports alone
 """
 
-import itertools
 import os
 import shutil
 import signal
@@ -114,14 +113,7 @@ def run_script():
 
 
 @pytest.fixture
-def new_log_path(tmp_path_factory):
-    """new_log_path() -> a path not used before, in a folder outside of tmp_path, whose content tests compare."""
-    folder = tmp_path_factory.mktemp("output")
-    numbers = itertools.count()
-    return lambda: folder / f"output-{next(numbers)}"
-
-
-@pytest.fixture
-def run_ranks(new_log_path):
-    """run_ranks(2, "train_gpt2.py", ...) -> the output of all gloo ranks of one run; see processes.run_ranks."""
-    return lambda *args, **how: processes.run_ranks(*args, log=new_log_path(), **how)
+def run_ranks(tmp_path_factory):
+    """run_ranks(2, "train_gpt2.py", ...) -> the output of all gloo ranks of one run; see processes.run_ranks. Their
+    logs are outside of tmp_path, whose content tests compare."""
+    return lambda *args, **how: processes.run_ranks(*args, log=tmp_path_factory.mktemp("output") / "log", **how)

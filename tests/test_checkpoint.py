@@ -187,6 +187,8 @@ def test_a_failed_write_loses_nothing(tmp_path):
     writer = checkpoint.CheckpointWriter(tmp_path / "run")
     with limit_file_size(10_000), pytest.raises(UserError, match=r"(?s)step 2 \(OSError: \[Errno 27\]"):
         save(tmp_path / "run", 2, writer=writer)
+    with limit_file_size(10_000), pytest.raises(OSError, match="Errno 27"):
+        checkpoint.write(tmp_path / "large", {"weight": torch.zeros(10**5)})
     assert names.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
 
     # Somebody has moved the folder away.

@@ -16,35 +16,33 @@ LAST_STEP = 60
 RUN_FLAGS = ["--max-steps", str(LAST_STEP), "--save-every", "10", "--val-every", "40", "--resume", "auto"]
 
 
-def start_machines(*arguments, restarts=0) -> list[subprocess.Popen]:
+def start_machines(*arguments) -> list[subprocess.Popen]:
     """The torchruns of two machines."""
-    flags = ["--nnodes=2", "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
+    flags = ["--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv-backend=c10d"]
     flags += [f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--local-addr=127.0.0.1"]
     command = [*flags, str(ROOT / "train_gpt2.py"), "quickstart", *map(str, arguments)]
     # What docs/running.md has people export on each machine.
     return [start_torchrun(*command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for _ in range(2)]
 
 
-def wait_for_ends(machines) -> list[tuple[int, str]]:
-    """(exit code, output) of each."""
-    outputs = [machine.communicate(timeout=180)[0] for machine in machines]
-    return [(machine.returncode, output) for machine, output in zip(machines, outputs, strict=True)]
+def wait_for_ends(machines) -> str:
+    """What they have printed; fails the test if one has failed."""
+    output = "".join(machine.communicate(timeout=180)[0] for machine in machines)
+    assert not any(machine.returncode for machine in machines), output
+    return output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks through /proc")
 def test_a_killed_rank_is_restarted_on_both_machines(tiny_args, tmp_path):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    ended = wait_for_ends(start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", undisturbed))
-    assert [code for code, _ in ended] == [0, 0], ended
+    wait_for_ends(start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", undisturbed))
     one = train_quickstart([*tiny_args, *RUN_FLAGS], tmp_path / "one")
     assert_curves_close(load_curve(undisturbed), load_curve(one))
 
-    machines = start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", killed, restarts=2)
+    machines = start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", killed)
     wait_for(lambda: (latest_step(killed) or 0) >= 20)
     os.kill(rank_pids(machines[1].pid)[-1], signal.SIGKILL)
-    ended = wait_for_ends(machines)
 
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert sum("resumed from" in output for _, output in ended), "it was not restarted"
+    assert "resumed from" in wait_for_ends(machines), "it was not restarted"
     assert load_curve(killed) == load_curve(undisturbed)
     assert same_bits(load_weights(killed, LAST_STEP), load_weights(undisturbed, LAST_STEP))

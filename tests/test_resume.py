@@ -7,7 +7,16 @@ from unittest.mock import Mock
 
 import pytest
 from corpora import read_bytes
-from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
+from helpers import (
+    CPU,
+    delete_checkpoints_after,
+    load_curve,
+    load_weights,
+    parse_config,
+    run_main,
+    same_bits,
+    train_quickstart,
+)
 
 import train_gpt2
 from lifecycle import evaluator, resume
@@ -126,12 +135,11 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run, refuses):
         assert same_bits(load_weights(run), load_weights(trained_run))
 
 
-def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, monkeypatch):
-    flags = ["quickstart", *tiny_args, "--out-dir", str(trained_run), "--resume", "auto", "--max-steps", "13"]
-    monkeypatch.setattr("sys.argv", ["train_gpt2.py", *flags])
-    with lock_folder(trained_run), pytest.raises(UserError, match=str(trained_run)):
-        train_gpt2.main()
-    assert latest_step(trained_run) == 12
+def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, capsys):
+    flags = [*tiny_args, "--out-dir", trained_run, "--resume", "auto", "--max-steps", "13"]
+    with lock_folder(trained_run):
+        assert run_main("train_gpt2.py", "quickstart", *flags) == 1
+    assert str(trained_run) in capsys.readouterr().err and latest_step(trained_run) == 12
 
 
 def test_a_newer_step_without_its_optimizer_is_trained_again(tiny_args, trained_run):
@@ -237,15 +245,14 @@ def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
 def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
     """Whatever the preset's: here another shape. Start, resume by the same command, resume by the checkpoint alone."""
     network = write_weights(tmp_path, n_layer=3, positions="rope", norm="rmsnorm")
-    begin = ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data, "--sequence-length", 32]
-    more = ["--total-batch-size", 256, "--sample-every", 0, "--no-compile", "--out-dir", tmp_path / "run"]
+    run, begin = tmp_path / "run", ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data]
+    more = "--sequence-length 32 --total-batch-size 256 --sample-every 0 --no-compile --out-dir".split()
 
     for words in (
         [*begin, "--max-steps", 2],
         [*begin, "--max-steps", 4, "--resume", "auto"],
-        ["--max-steps", 5, "--resume", tmp_path / "run" / "model_00004.pt"],
+        ["--max-steps", 5, "--resume", run / "model_00004.pt"],
     ):
-        train_gpt2.train(parse_config(*words, *more), CPU, StopRequest())
+        train_gpt2.train(parse_config(*words, *more, run), CPU, StopRequest())
 
-    assert open_model(tmp_path / "run").config == network
-    assert list(load_curve(tmp_path / "run")) == list(range(6))
+    assert open_model(run).config == network and list(load_curve(run)) == list(range(6))
