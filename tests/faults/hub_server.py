@@ -104,11 +104,6 @@ def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dic
     return entries
 
 
-def check_revision(main: Path, revision: str) -> None:
-    if revision not in ("main", hash_of(main)):
-        raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-
-
 class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
@@ -145,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = respond
+    do_GET = do_HEAD = do_POST = do_PUT = respond
 
     def find_answer(self, path: str, body: bytes) -> bytes | dict | list:
         """The content of a file, or what to send as JSON."""
@@ -185,6 +180,11 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(403, "no write permission")
 
         match [self.command, *action]:
+            case [_, "revision" | "tree" | "resolve" | "commit", revision, *_] if revision not in (
+                "main",
+                hash_of(main),
+            ):
+                raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
             case [_, "create", visibility]:
                 main.mkdir(parents=True, exist_ok=True)
                 if exists:
@@ -192,19 +192,16 @@ class Handler(BaseHTTPRequestHandler):
                 elif visibility == "private":
                     self.hub.private.add(repo)
             case [_] | [_, "revision", _]:
-                check_revision(main, action[-1] if action else "main")
                 facts = {"id": f"{owner}/{name}", "sha": hash_of(main), "private": repo in self.hub.private}
                 files = [entry for entry in list_files(main) if entry["type"] == "file"]
                 return {**facts, "siblings": files + self.hub.extra_tree, "tags": []}
-            case [_, "tree", revision, *below]:
+            case [_, "tree", _, *below]:
                 pattern = "**/*" if "recursive=true" in self.path.lower() else "*"
-                check_revision(main, revision)
                 entries = list_files(main, "/".join(below), pattern)
                 if below and not entries:
                     raise Refused(404, "Entry not found", "EntryNotFound")
                 return entries + self.hub.extra_tree
-            case [_, "resolve", revision, *names]:
-                check_revision(main, revision)
+            case [_, "resolve", _, *names]:
                 file = main.joinpath(*names)
                 if not file.is_file():
                     raise Refused(404, "Entry not found", "EntryNotFound")
@@ -213,14 +210,9 @@ class Handler(BaseHTTPRequestHandler):
             case [_, "preupload", _]:
                 names = [file["path"] for file in json.loads(body)["files"]]
                 return {"files": [{"path": name, "uploadMode": "lfs", "shouldIgnore": False} for name in names]}
-            case [_, "commit", revision]:
-                check_revision(main, revision)
+            case [_, "commit", _]:
                 for change in [json.loads(line) for line in body.splitlines()[1:]]:  # the first line is the message
-                    target = main / change["value"]["path"]
-                    if change["key"] == "deletedFile":
-                        target.unlink()
-                    else:
-                        shutil.copyfile(stored / change["value"]["oid"], target)
+                    shutil.copyfile(stored / change["value"]["oid"], main / change["value"]["path"])
                 return {"commitOid": hash_of(main), "commitUrl": f"{self.hub.url}/{owner}/{name}/commit/x"}
         # To create and auth-check.
         return {"url": f"{self.hub.url}/{repo.removeprefix('models/')}"}
