@@ -7,7 +7,7 @@ import pytest
 import torch
 from networks import NETWORKS, make_network
 
-from model import GPT, VOCAB_SIZE, KVCache, Sampler, stream
+from model import GPT, VOCAB_SIZE, GPTConfig, KVCache, Sampler, stream
 
 
 def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
@@ -84,6 +84,13 @@ def test_loss_and_gradients_are_those_of_the_formulas(name):
     found, gradients = (torch.autograd.grad(value, [*model.parameters()]) for value in (loss, expected))
     for a, b in zip(found, gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("tied_head, std", [(True, 0.02), (False, 1.0)])
+def test_a_tied_embedding_begins_at_the_scale_of_a_head(tied_head, std):
+    """Also where it is normalized. test_golden.py has the initial weights of every preset."""
+    model = GPT(GPTConfig(vocab_size=1000, n_layer=1, n_head=2, n_embd=64, norm="rmsnorm", tied_head=tied_head))
+    assert model.transformer.wte.weight.std().item() == pytest.approx(std, rel=0.05)
 
 
 def test_norms_keep_the_precision_of_their_input(monkeypatch):

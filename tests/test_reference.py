@@ -55,3 +55,4 @@ def test_a_verdict_has_the_loss_and_the_range(step, loss, is_healthy):
     low, high = REFERENCE.expected_range(step)
     assert is_on_track == is_healthy and f"{step}: val {loss:.3f}, reference {low:.3f} to {high:.3f}" in sentence
     assert judge(100, 8.0) is judge(-1, 8.0) is None
+    assert REFERENCE.expected_range(500) == pytest.approx((5.181, 5.413), abs=1e-3)
