@@ -119,12 +119,13 @@ def test_wandb_gets_each_point_once(tmp_path, monkeypatch):
 
     # Killed after step 4, and resumed from the checkpoint of step 3: wandb cannot withdraw points.
     log_steps(tmp_path / "run", "wandb", 0, 5)
+    monkeypatch.setenv("WANDB_PROJECT", "owt")
     monkeypatch.setenv("WANDB_NAME", "lion")
     log_steps(tmp_path / "run", "wandb", 3, 6)
 
     # One run to wandb, under the user's names.
     assert starts[0]["id"] == starts[1]["id"] and starts[1]["resume"] == "allow"
-    assert [start["name"] for start in starts] == ["run", "lion"]
+    assert [(start["project"], start["name"]) for start in starts] == [("gpt2", "run"), ("owt", "lion")]
     assert points.pop(4) == {"samples": "once upon a time", "train_loss": 4.0}
     assert points == {step: {"train_loss": float(step)} for step in (0, 1, 2, 3, 5)}
 
