@@ -80,8 +80,7 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises KeyError, ValueError or TypeError if this version cannot build
-        it."""
+        """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build it."""
         # Old checkpoints lack newer settings, whose defaults mean "off". A setting that this version lacks must be off:
         # otherwise the same weights would compute something else.
         known = {f.name for f in fields(GPTConfig)}
@@ -89,7 +88,9 @@ class GPTConfig:
             if saved[name]:
                 raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
         # No tensor tells how many heads there are.
-        return GPTConfig(n_head=saved["n_head"], **{name: saved[name] for name in saved.keys() & known - {"n_head"}})
+        if "n_head" not in saved:
+            raise ValueError("it does not say n_head")
+        return GPTConfig(**{name: saved[name] for name in saved.keys() & known})
 
     def __post_init__(self):
         """Raises ValueError, with the value and the rule, if no network can have this shape."""

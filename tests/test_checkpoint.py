@@ -65,7 +65,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
     assert (tmp_path / "model_00007.pt").stat().st_size < model.num_params() * 4 + 20_000
 
 
-def test_only_a_complete_step_counts(tmp_path):
+def test_only_a_complete_step_counts(tmp_path, tiny_args):
     assert names.latest_step(tmp_path) is None and names.latest_step(tmp_path / "missing") is None
     for step in (1, 2, 99_999, 100_000):  # by number: model_100000.pt sorts before model_99999.pt
         save(tmp_path, step)
@@ -83,6 +83,13 @@ def test_only_a_complete_step_counts(tmp_path):
     complete = (tmp_path / "model_00002.pt").read_bytes()
     (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) // 2])
     assert names.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
+
+    # A run whose first save was killed between the renames begins anew.
+    new = tmp_path / "new"
+    new.mkdir()
+    names.optim_path(new, 1).write_bytes(b"content")
+    train_quickstart(tiny_args, new, "--resume", "auto", "--max-steps", "1")
+    assert checkpoint.read_train_state(new)["step"] == 1
 
 
 @pytest.mark.parametrize("change, named", [

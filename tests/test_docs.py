@@ -1,4 +1,4 @@
-"""README.md and docs/: their commands are understood, and the worked change works."""
+"""README.md and docs/: what they name exists, their commands are understood, their links lead somewhere."""
 
 import argparse
 import re
@@ -16,11 +16,32 @@ from system import cli
 from training.presets import PRESETS
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+FOLDERS = ("", "*/", "tests/faults/")
+FILES = {
+    str(path.relative_to(ROOT)): path
+    for folder in FOLDERS
+    for path in ROOT.glob(f"{folder}*.*")
+    if path.suffix in {".py", ".sh", ".md", ".csv", ".ipynb", ".sbatch", ".yaml", ".toml", ".txt", ".json", ".png"}
+} | {name: ROOT / name for name in ("Makefile", "cloud/Dockerfile")}
+SOURCES = {name: path.read_text() for name, path in FILES.items() if path.suffix not in {".md", ".png", ".json"}}
+WORDS = set(re.findall(r"\w+", "\n".join(text for name, text in SOURCES.items() if name != "tests/test_docs.py")))
+
+# Names in code style that belong to other programs, or that the reader makes.
+OTHERS = set("""
+    mine.py my/new.txt old.txt few.txt input.txt pytorch_model.bin gpt2_124M.bin gpt2_124M export_hf.py export_hf
+    convert_hf_to_gguf num_ctx trust_remote_code from_pretrained save_pretrained generated_text GPT2LMHeadModel
+    lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
+    CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
+    hf_ instance_ids DictReader MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
+""".split())  # fmt: skip
 
 
 def find_code(name: str) -> list[str]:
-    """The blocks and inline code of a page, but for diffs."""
+    """The blocks and inline code of a page, but for diffs, and for what a table has beside its last column, "here"."""
     text = PAGES[name].replace("\\\n", " ")
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        if table.splitlines()[0].endswith("| here |"):
+            text = text.replace(table, re.sub(r"^\|.*\| (.*) \|$", r"\1", table, flags=re.MULTILINE))
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
@@ -32,7 +53,7 @@ def find_commands(name: str) -> list[list[str]]:
     script = r"(?:python |torchrun (?:[^#\n]* )?|(?=\./train\.sh))(\w+\.py|\./train\.sh)\b"
     command = script + r"((?:(?! && |; | < )[^#|\n])*)"
     found = re.findall(command, "\n".join(find_code(name)))
-    return [[name, *shlex.split(arguments)] for name, arguments in found if (ROOT / name).is_file()]
+    return [[name, *shlex.split(arguments)] for name, arguments in found if name.removeprefix("./") in FILES]
 
 
 COMMANDS = sorted({shlex.join(command) for name in PAGES for command in find_commands(name)})
@@ -76,10 +97,59 @@ def test_the_script_understands_the_command(command, request, monkeypatch):
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_every_flag_that_is_named_exists(name):
+    others = {"--gpus-per-node", "--constraint", "--local-addr", "--model_args", "--batch_size", "--max_steps"}
+    scripts = "\n".join(text for file, text in SOURCES.items() if "/" not in file)
+    flags = {*re.findall(r'"(--[\w-]+)"', scripts), *others, "--model.n-kv-head"}
+    flags |= set(re.findall(r"--[\w.-]+", command_line.make_parser(PRESETS["gpt2-124m"]).format_help()))
+    named = {flag for code in find_code(name) if code.startswith("--") for flag in re.findall(r"--[a-z][\w.-]+", code)}
+    assert named - flags == set()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_name_in_code_style_exists(name):
+    """A file of the tree, or an identifier: a word with an underscore, or a capital letter after a small one."""
+    missing = []
+    for code in find_code(name):
+        code = re.sub(r"https?://\S+|#.*", "", code)
+        for path in re.findall(r"[\w/.-]*\w\.(?:py|sh|csv|sbatch|yaml|ipynb)\b", code):
+            is_here = any(f"/{file}".endswith(f"/{path.removeprefix('./')}") for file in FILES)
+            missing += [] if is_here or path in OTHERS or path.startswith("$") else [path]
+        for word in re.findall(r"(?<![\w/-])[A-Za-z]\w*", code):
+            is_identifier = "_" in word or re.search("[a-z][A-Z]", word)
+            is_file_of_a_run = re.fullmatch(r"(model|optim)_\d+", word)
+            if is_identifier and not is_file_of_a_run and word not in WORDS | OTHERS:
+                missing.append(word)
+    assert sorted(set(missing)) == []
+
+
+def find_anchors(page: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_between_pages_lead_somewhere(name):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)", PAGES[name]):
+        path, _, anchor = link.partition("#")
+        if path.startswith("http"):
+            continue
+        target = (ROOT / name).parent / path if path else ROOT / name
+        if not target.is_file() or (anchor and anchor not in find_anchors(target.read_text())):
+            broken.append(link)
+    assert broken == []
+
+
 def test_the_worked_change_applies_and_passes(tmp_path):
     """docs/changing.md's grouped-query attention: the formula, and what is cached, in every test of networks."""
     (diff,) = re.findall(r"```diff\n(.*?)```", PAGES["docs/changing.md"], re.DOTALL)
-    shutil.copytree(ROOT, tmp_path, ignore=shutil.ignore_patterns(".*", "data", "log"), dirs_exist_ok=True)
+    for name, path in FILES.items():
+        if name.endswith((".py", ".toml", ".csv")):
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+            shutil.copy(path, tmp_path / name)
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
 
     tests = ["tests/test_model.py", "-k", "kv_head", "-p", "no:cacheprovider"]

@@ -86,11 +86,27 @@ def test_loss_and_gradients_are_those_of_the_formulas(name):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("tied_head, std", [(True, 0.02), (False, 1.0)])
-def test_a_tied_embedding_begins_at_the_scale_of_a_head(tied_head, std):
-    """Also where it is normalized. test_golden.py has the initial weights of every preset."""
-    model = GPT(GPTConfig(vocab_size=1000, n_layer=1, n_head=2, n_embd=64, norm="rmsnorm", tied_head=tied_head))
-    assert model.transformer.wte.weight.std().item() == pytest.approx(std, rel=0.05)
+def test_parameters_and_flops_are_the_published_ones():
+    with torch.device("meta"):
+        model, largest = GPT(GPTConfig()), GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
+    assert (model.num_params(), largest.num_params()) == (124_439_808, 1_557_611_200)
+    in_matmuls = 12 * 12 * 768**2 + 50257 * 768  # 12 C^2 in each of 12 layers, and the head
+    assert model.flops_per_token(1024) == 6 * in_matmuls + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize("options, wte, inside, projection, head", [
+    ({}, 0.02, 0.02, 0.02 / 4, 0.02),  # sqrt(2 * 8) = 4
+    ({"norm": "rmsnorm"}, 0.02, 0.02, 0.02 / 4, 0.02),  # the head shares the embedding's weights
+    ({"norm": "rmsnorm", "tied_head": False, "zero_init_projections": True}, 1, (3 * 256) ** -0.5, 0, 0),
+])  # fmt: skip
+def test_initial_weights_are_those_of_the_recipes(options, wte, inside, projection, head):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=1000, n_layer=8, n_head=4, n_embd=256, **options))
+    attn, mlp = model.transformer.h[3].attn, model.transformer.h[3].mlp
+    modules = (model.transformer.wte, model.lm_head, attn.c_attn, mlp.c_fc, attn.c_proj, mlp.c_proj)
+    found = [module.weight.std().item() for module in modules]
+    assert found == pytest.approx([wte, head, inside, inside, projection, projection], rel=0.02)
+    assert not attn.c_attn.bias.any()
 
 
 def test_norms_keep_the_precision_of_their_input(monkeypatch):

@@ -84,6 +84,14 @@ def test_no_other_setting_moves_a_weight(tiny_args, tmp_path):
     assert len(changed) > 6 and same_bits(*weights)
 
 
+def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):
+    flags = ["--max-steps", "150", "--val-every", "0", "--save-every", "0", "--out-dir", tmp_path / "run"]
+
+    train_gpt2.train(parse_config("overfit", *tiny_args, *flags), CPU, StopRequest())
+
+    assert load_curve(tmp_path / "run")[149][0] < 1
+
+
 def test_compiled_equals_eager_and_compiles_at_the_start(tiny_args, tmp_path, monkeypatch):
     """HellaSwag and samples have shapes that vary. Here Dynamo and autograd compile; test_forward.py has kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -313,6 +313,17 @@ def test_another_version_of_runpodctl(rented, known, removed):
     assert ("$5.00" in last_line) == (not removed)
 
 
+def test_the_log_begins_and_ends_with_the_price(pod):
+    pod.run.mkdir()
+    (pod.run / "train.log").write_text("from an earlier start\n")
+    pod.seconds["show_log_s"] = "20"
+    done = pod.start(PLAN="user-error", GPU_HOUR_USD="2.5", NPROC="8", check=False)
+    earlier, first, *_, last = pod.wait_until_ended().splitlines()
+    for line in (first, last):
+        assert "$20.00" in line and "runpodctl pod delete pod7" in line
+    assert earlier not in done.stdout and "must fix" in done.stdout  # the start shows how it has failed
+
+
 @pytest.mark.slow
 def test_pod_from_rent_to_removal(tmp_path):
     """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod."""

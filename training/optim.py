@@ -119,7 +119,8 @@ def build_optimizers(model: GPT, cfg: TrainConfig, rt: Runtime) -> list[torch.op
 
     # Muon makes each of the matrices orthogonal that attention stacks in one weight.
     for block in model.transformer.h:
-        vars(master_weight(block.attn.c_attn.weight))["matrix_rows"] = block.attn.matrix_rows
+        weight = master_weight(block.attn.c_attn.weight)
+        weight.matrix_rows = block.attn.matrix_rows  # type: ignore[attr-defined]  # a note of our own
 
     optimizers: list[torch.optim.Optimizer] = []
     for name, groups in parameter_groups(model, cfg).items():
