@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from system import cli
-from system.cli import UserError, print0, require
+from system import process, settings
+from system.errors import UserError, require
 from system.files import lock_folder
+from system.printing import print0
 from tokens import shards, sources
 from tokens.documents import READERS, Chunk, find_reader, read_chunks
 from tokens.prefetch import prefetch
@@ -42,7 +43,7 @@ def token_count(text: str) -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = cli.ArgumentParser(__doc__)
+    parser = settings.ArgumentParser(__doc__)
     known = ", ".join([*sources.HUB_DATASETS, *sources.INSTALLED])
     suffixes = " ".join(READERS)
     parser.add_argument(
@@ -292,4 +293,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_cli(main)
+    process.run_cli(main)

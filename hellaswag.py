@@ -5,7 +5,7 @@ r"""HellaSwag (Zellers et al. 2019): which of four endings does the model find m
     python hellaswag.py --model gpt2 --limit 1000 --per-example rows.jsonl
 
 Chance is 0.25, and OpenAI's GPT-2 124M reaches an acc_norm of 0.2955. The last line is for programs. The rows and their
-scores are in lifecycle/hellaswag.py.
+scores are in evaluation/multiple_choice.py.
 """
 
 import json
@@ -14,14 +14,15 @@ import time
 import urllib.request
 from pathlib import Path
 
-from system import cli
-from system.cli import explain_errors, print0, require
+from system import process, settings
+from system.errors import explain_errors, require
 from system.files import atomic_write
+from system.printing import print0
 
-cli.set_omp_wait_policy()  # before torch is imported
+process.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from lifecycle.hellaswag import (
+from evaluation.multiple_choice import (
     Example,
     describe_score,
     evaluate,
@@ -76,7 +77,7 @@ def write_per_example(path: Path, examples: list[Example], losses: torch.Tensor)
 
 
 def main() -> None:
-    parser = cli.ArgumentParser(__doc__)
+    parser = settings.ArgumentParser(__doc__)
     parser.add_argument("-m", "--model", help="run folder, .pt file, Hugging Face folder or name; none: download")
     parser.add_argument("--data", type=Path, default=Path(HELLASWAG_DATA), help="rows to download to, or to score")
     parser.add_argument("--limit", type=int, default=0, help="score only this many rows from the start; 0: all")
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_cli(main)
+    process.run_cli(main)

@@ -23,12 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from lifecycle import metrics
 from model import GPT
-from system.cli import ArgumentParser, print0, require, run_cli
+from system.errors import require
 from system.files import lock_folder
 from system.huggingface import open_hub
+from system.printing import print0
+from system.process import run_cli
+from system.settings import ArgumentParser
 from tokens import shards
 from weights import checkpoint, convert
-from weights.names import CHECKPOINT_FILE, complete_steps, model_path, newest_model, optim_path
+from weights.run_folder import CHECKPOINT_FILE, complete_steps, model_path, newest_model, optim_path
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -19,8 +19,9 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from system import cli
-from system.cli import UserError, print0, printable, require
+from system import process, settings
+from system.errors import UserError, require
+from system.printing import print0, printable
 from tokens import tokenizer
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     import torch
 
     # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
-    # training/forward.py: it changes no probability.
+    # training/loss.py: it changes no probability.
     head = model.lm_head
     if dtype != torch.float32:
         head.weight = torch.nn.Parameter(head.weight.detach() - head.weight.detach().mean(0))
@@ -94,7 +95,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
 
 
 def main() -> None:
-    parser = cli.ArgumentParser(__doc__)
+    parser = settings.ArgumentParser(__doc__)
     parser.add_argument("model", help="run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)")
     parser.add_argument("prompt", nargs="?", default="", help="text to continue; - reads standard input")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="a token is about 4 characters of English")
@@ -159,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run_cli(main)
+    process.run_cli(main)

@@ -18,7 +18,7 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * h
 
 train_gpt2.py trains this network, infer.py and hellaswag.py run it, hub.py converts it. An export may contain a copy of
 this file, so it imports nothing of the project. Training compiles the blocks and replaces the head with one that never
-holds all the logits (training/forward.py).
+holds all the logits (training/loss.py).
 """
 
 import math
@@ -440,8 +440,8 @@ class GPT(nn.Module):
         The loss is in nats per token. An untrained network gives all tokens about the same probability, so its loss is
         about ln(V). Targets of -100 are left out.
         """
-        # A change of the loss belongs in four places: here, in training/forward.py, which computes it in chunks for
-        # train_gpt2.py, in lifecycle/hellaswag.py, for each text, and in weights/modeling_gpt.py, for transformers.
+        # The loss stands here, in training/loss.py, which computes it in chunks for
+        # train_gpt2.py, in evaluation/multiple_choice.py, and in weights/modeling_gpt.py.
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None

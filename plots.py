@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evaluation.reference import DATASETS, Reference, find_reference, read_references
 from lifecycle import metrics
-from lifecycle.reference import DATASETS, Reference, find_reference, read_references
-from system.cli import ArgumentParser, print0, require, run_cli
-from weights.names import describe_runs
+from system.errors import require
+from system.printing import print0
+from system.process import run_cli
+from system.settings import ArgumentParser
+from weights.run_folder import describe_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -195,7 +198,7 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     Args:
         runs: their folders, or logs. What is no run, as some of log/*, is left out, with a message.
         out: the image, whose suffix sets the format.
-        reference: draw the public runs of their recipes (lifecycle/reference.py) behind them.
+        reference: draw the public runs of their recipes (evaluation/reference.py) behind them.
 
     Returns the image's path. Raises UserError if there is nothing to draw.
     """

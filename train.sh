@@ -209,7 +209,7 @@ train() {
         run_trainer "${args[@]}" "${own[@]}"
         [[ -z $stopping ]] || return
 
-        # torchrun exits with 1 whatever has happened. The trainer writes that down (write_status in system/cli.py).
+        # torchrun exits with 1 whatever has happened. The trainer writes that down (write_status in system/process.py).
         case $(cat "$TRAIN_STATUS_FILE" 2>/dev/null) in
             *'"status": "finished"'*) outcome=finished ;;
             *'"status": "stopped"'*) outcome='ended early' ;;

@@ -27,21 +27,22 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from system import cli
+from system import process
 
-cli.set_omp_wait_policy()  # before torch is imported
+process.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from lifecycle import plan, resume
+from lifecycle import plan, start
 from lifecycle.command_line import parse
 from lifecycle.evaluator import Evaluator, evaluate_weights, is_due
 from lifecycle.metrics import MetricsLogger
 from lifecycle.save import Saver
 from lifecycle.stop import StopRequest, spare_programs
 from system import distributed
-from system.cli import TransientError, print0
 from system.distributed import Runtime
+from system.errors import TransientError
 from system.files import lock_folder
+from system.printing import print0
 from training.config import TrainConfig, settings_by_flag
 from training.schedule import set_learning_rates
 from training.step import Trainer
@@ -53,10 +54,10 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     the last checkpoint cannot be written. Every rank must call it."""
     # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten. From
     # here on, cfg has the network that is trained, and rt the precision that all ranks have.
-    run, saved = resume.open_run(cfg, rt)
+    run, saved = start.open_run(cfg, rt)
     cfg, rt, max_steps = run.cfg, run.rt, run.max_steps
     step = run.start
-    if saved and resume.is_complete(run):
+    if saved and start.is_complete(run):
         path = shlex.quote(str(saved["model_file"]))
         more = f"--resume {path} --max-steps {2 * step}, and another --out-dir"
         print0(f"the run is complete at step {step}; to train on: python train_gpt2.py {more}")
@@ -72,7 +73,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     with spare_programs():  # [stop] a signal that came to the compiler, too, would be its end
         trainer = Trainer(run.model, cfg, rt)
     if saved:
-        resume.load_state(saved, trainer)
+        start.load_state(saved, trainer)
     del saved  # it is mapped from its file
 
     # The evaluations, the log and the checkpoints.
@@ -167,8 +168,8 @@ def main() -> None:
         with stop.handle_signals(), lock_folder(cfg.run_dir) if rt.is_main else nullcontext():
             reason = train(cfg, rt, stop)
             if rt.is_main:
-                cli.write_status("stopped" if reason else "finished", reason)
+                process.write_status("stopped" if reason else "finished", reason)
 
 
 if __name__ == "__main__":
-    cli.run_cli(main)
+    process.run_cli(main)

@@ -38,8 +38,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
-from system.cli import ArgumentParser, env_rank, print0, require, run_cli
-from system.settings import add_flags, change, check_settings, setting
+from system.errors import require
+from system.printing import env_rank, print0
+from system.process import run_cli
+from system.settings import ArgumentParser, add_flags, change, check_settings, setting
 from tokens import shards, tokenizer
 
 # GPT-2 has 50,257 tokens. Rows that no token uses pad the vocabulary to a multiple of 128, for the matmul kernels.

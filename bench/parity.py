@@ -45,11 +45,13 @@ from bench import programs
 from bench.programs import REFERENCES, Reference, Size, print_table, run_apart
 from lifecycle.command_line import parse
 from model import GPT
-from system.cli import ArgumentParser, require, run_cli
 from system.distributed import Runtime
+from system.errors import require
+from system.process import run_cli
+from system.settings import ArgumentParser
 from tokens import shards
-from tokens.loader import Loader, to_device
 from training import muon, schedule
+from training.loader import Loader, to_device
 from training.step import Trainer
 
 
@@ -215,7 +217,7 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
 
 
 def copy_inputs(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """tokens.loader.to_device with an error: the target of a token is the token itself, not the next one."""
+    """training.loader.to_device with an error: the target of a token is the token itself, not the next one."""
     x, _ = to_device(tokens, device)  # (B, T)
     return x, x
 

@@ -23,7 +23,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from system.cli import require
+from system.errors import require
 
 DEFAULT_FOLDER = Path(".cache/peers")
 

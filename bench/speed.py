@@ -31,7 +31,9 @@ from typing import Any
 
 from bench import programs
 from bench.programs import print_table, run_apart
-from system.cli import ArgumentParser, require, run_cli
+from system.errors import require
+from system.process import run_cli
+from system.settings import ArgumentParser
 
 # ------------------------------------------------------------------------- training
 
@@ -96,7 +98,7 @@ def run_peer(args: Namespace, name: str, steps: int) -> float:
 
     from lifecycle.command_line import parse
     from system import distributed
-    from tokens.loader import Loader, to_device
+    from training.loader import Loader, to_device
 
     # The module with its GPT and GPTConfig; of build-nanogpt's script, the part above its data and its loop.
     source = programs.read(args.peers, *PEER_FILES[name])

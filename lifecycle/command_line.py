@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from system.cli import ArgumentParser, UsageError
-from system.settings import add_flags, change
+from system.errors import UsageError
+from system.settings import ArgumentParser, add_flags, change
 from training.config import HELLASWAG_DATA, TrainConfig, has_mark
 from training.presets import DESCRIPTIONS, PRESETS
 from weights.checkpoint import read_train_state

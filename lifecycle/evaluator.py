@@ -15,18 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from lifecycle import hellaswag, reference
-from lifecycle.resume import describe_files
+from evaluation import multiple_choice, reference
 from lifecycle.run import Run
+from lifecycle.start import describe_files
 from lifecycle.stop import StopRequest
 from model import Sampler, stream
 from system import distributed, machine
-from system.cli import print0, printable, progress_bar, require
 from system.distributed import Runtime, check_weights_agree
+from system.errors import require
+from system.printing import print0, printable, progress_bar
 from tokens import sources, tokenizer
-from tokens.loader import Loader, to_device
 from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
-from training.forward import Forward
+from training.loader import Loader, to_device
+from training.loss import Forward
 from training.presets import PRESETS
 from training.step import Trainer
 from weights.open_model import open_model
@@ -47,7 +48,9 @@ class Evaluator:
     def __init__(self, run: Run, trainer: Trainer):
         cfg = self.cfg = run.cfg
         self.run, self.rt, self.trainer = run, run.rt, trainer
-        self.score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
+        self.score_hellaswag = (
+            multiple_choice.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
+        )
         self.reference = choose_reference(cfg, run.max_steps) if run.val_data else None
         self.off_track = 0  # how many evaluations in a row
         can_stop = self.reference or not cfg.stop_off_track
@@ -80,7 +83,7 @@ class Evaluator:
         # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
         if self.score_hellaswag and is_due(step, cfg.hellaswag_every, max_steps):
             score = self.score_hellaswag(self.run.model, rt)
-            print0(f"{label} | {hellaswag.describe_score(score)}")
+            print0(f"{label} | {multiple_choice.describe_score(score)}")
             results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return results
 
@@ -95,7 +98,7 @@ class Evaluator:
         # leaves the global generator alone.
         sampler = Sampler(generator=torch.Generator(self.rt.device).manual_seed(self.cfg.seed))
         idx = torch.tensor([self.prompt], device=self.rt.device)  # (1, T)
-        # Without autocast, whose bfloat16 rounds large logits too coarsely (training/forward.py: cast_head).
+        # Without autocast, whose bfloat16 rounds large logits too coarsely (training/loss.py: cast_head).
         columns = [ids.tolist() for ids in stream(self.run.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES)]
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
@@ -224,6 +227,6 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     results = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
     print0(f"{weights} on {cfg.data_dir}, in {machine.dtype_name(rt.dtype)} | {describe_loss(results, T)}")
-    score_hellaswag = hellaswag.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
+    score_hellaswag = multiple_choice.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:
-        print0(hellaswag.describe_score(score_hellaswag(model, rt)))
+        print0(multiple_choice.describe_score(score_hellaswag(model, rt)))

@@ -4,7 +4,7 @@
     metrics.log_step({"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds)
     rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 
-Called by train_gpt2.py. plots.py, hub.py and lifecycle/resume.py read what a run has written; importing this module
+Called by train_gpt2.py. plots.py, hub.py and lifecycle/start.py read what a run has written; importing this module
 imports no torch. metrics.jsonl holds one object a line, `step` always, and no step twice. For the same step:
 
     metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from zlib import crc32
 
 from system.cards import total_peak_flops
-from system.cli import format_cost, format_duration, print0
 from system.files import atomic_write
+from system.printing import format_cost, format_duration, print0
 
 if TYPE_CHECKING:
     from lifecycle.run import Run

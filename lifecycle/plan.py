@@ -19,23 +19,24 @@ from pathlib import Path
 
 import torch
 
+from evaluation.reference import read_references
 from lifecycle.metrics import best_step, read_step
-from lifecycle.reference import read_references
-from lifecycle.resume import find_checkpoint, open_data, open_first_weights
+from lifecycle.start import find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
 from system.cards import CARDS, find_cards, total_peak_flops
-from system.cli import format_cost, format_duration, print0, require
 from system.distributed import Runtime
+from system.errors import require
 from system.files import atomic_write
-from tokens.loader import Loader
+from system.printing import format_cost, format_duration, print0
 from tokens.shards import read_manifest
 from training import optim
 from training.config import TrainConfig
+from training.loader import Loader
 from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
 from training.step import Trainer
-from weights.names import complete_steps, model_path
+from weights.run_folder import complete_steps, model_path
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
 WEIGHT_AND_GRADIENT_BYTES = 8

@@ -1,6 +1,6 @@
 """What a run starts from: the settings, the network and the data, decided once, for all that stands around the loop.
 
-    run, saved = open_run(cfg, rt)                      # lifecycle/resume.py
+    run, saved = open_run(cfg, rt)                      # lifecycle/start.py
     metrics = MetricsLogger(run)
     evaluator = Evaluator(run, trainer)
     saver = Saver(run, trainer, metrics)
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from model import GPT
 from system.distributed import Runtime
-from tokens.loader import Loader
 from training.config import TrainConfig
+from training.loader import Loader
 
 
 @dataclass(frozen=True)
 class Run:
-    """What lifecycle/resume.py has decided from the flags, the run folder and the data."""
+    """What lifecycle/start.py has decided from the flags, the run folder and the data."""
 
     cfg: TrainConfig  # with the network that is really trained
     rt: Runtime  # with the precision that all ranks use

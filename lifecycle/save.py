@@ -5,17 +5,17 @@
         saver.writer.check()        # raises what has made that write fail for good
         saver.finish(19073)         # waits for the disk, and raises the error of a write that failed
 
-Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resuming reads is lifecycle/resume.py's.
+Called by train_gpt2.py. The files are weights/checkpoint.py's, and what resuming reads is lifecycle/start.py's.
 """
 
 from lifecycle.metrics import MetricsLogger, best_step
-from lifecycle.resume import train_state
 from lifecycle.run import Run
+from lifecycle.start import train_state
 from system.distributed import check_weights_agree
 from training import master_weights
 from training.step import Trainer
 from weights import checkpoint
-from weights.names import complete_steps
+from weights.run_folder import complete_steps
 
 
 class Saver:

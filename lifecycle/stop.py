@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from system.cli import env_rank, parse_duration
+from system.printing import env_rank, parse_duration
 
 # How people, terminals and clusters ask a program to end. Slurm, LSF and PBS announce a limit with the last three.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from system.cli import require
+from system.errors import require
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from system import machine
-from system.cli import TransientError, UserError, env_number, env_rank, require
+from system.errors import TransientError, UserError, require
+from system.printing import env_number, env_rank
 
 # How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
 # volume takes minutes.
@@ -143,7 +144,7 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     rt.check_equal(facts, "start every machine with the same command, code and software")
     yield rt
 
-    # Not after an error: the ranks that are left would wait for the one that is gone. Its process ends (system/cli.py).
+    # Not after an error: the ranks that are left would wait for the one that is gone. It ends (system/process.py).
     dist.destroy_process_group()
 
 

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from system.cli import TransientError, print0
+from system.errors import TransientError
+from system.printing import print0
 
 
 @contextmanager

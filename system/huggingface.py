@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from system.cli import UserError
+from system.errors import UserError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

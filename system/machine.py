@@ -4,7 +4,7 @@
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
 
 Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
-Importing this imports torch, so cli.set_omp_wait_policy must have run before.
+Importing this imports torch, so process.set_omp_wait_policy must have run before.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
-from system.cli import UserError
+from system.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,7 +5,7 @@
         max_lr: float = setting(6e-4, "peak learning rate", heading="The learning rate")
         shuffle: bool = setting(True, "shuffle the data")
 
-    parser = cli.ArgumentParser(__doc__, argument_default=argparse.SUPPRESS)
+    parser = ArgumentParser(__doc__, argument_default=argparse.SUPPRESS)
     add_flags(parser, Config())                                 # --max-lr MAX_LR, --shuffle, --no-shuffle
     typed = vars(parser.parse_args(["--no-shuffle"]))           # {"shuffle": False}: what was typed, and no more
     cfg = change(Config(), typed)
@@ -16,10 +16,12 @@ The settings of a field that is a dataclass itself are called "model.n_layer", a
 
 import argparse
 import dataclasses
+import re
+import sys
 from math import inf
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from system.cli import UsageError, require
+from system.errors import UsageError, require
 
 Config = TypeVar("Config")
 
@@ -66,6 +68,28 @@ def check_settings(config: Any) -> None:
 
 
 # ------------------------------------------------------------------------- the command line
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it stands, and a default beside each flag."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, with three differences: a word that it does not accept is one line (UsageError, exit code 2), a flag
+    may be spelled with underscores, and is never abbreviated."""
+
+    def __init__(self, description: str | None = None, **options: Any):
+        options = {"formatter_class": HelpFormatter, "allow_abbrev": False, **options}
+        super().__init__(description=description, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see -h")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        words = sys.argv[1:] if args is None else args
+        # --max_lr=a_b -> --max-lr=a_b
+        words = [re.sub(r"^--[\w.-]+", lambda match: match[0].replace("_", "-"), word) for word in words]
+        return super().parse_known_args(words, namespace)
 
 
 class Switch(argparse.Action):

@@ -23,13 +23,13 @@ from networks import make_network
 import train_gpt2
 from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
-from system import cli
+from system import process
 from system.distributed import Runtime
 from tokens import shards
 from training.config import TrainConfig
 from weights import checkpoint
-from weights.names import complete_steps, model_path, optim_path
 from weights.open_model import open_model
+from weights.run_folder import complete_steps, model_path, optim_path
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Runtime(torch.device("cpu"), torch.float32)  # one rank on the CPU: the runtime of the runs in this process
@@ -63,7 +63,7 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
 def run_main(script, *words) -> int:
     """The exit code of a script, whose main runs in this process."""
     with mock.patch("sys.argv", [script, *map(str, words)]):
-        return cli.run(importlib.import_module(script.removesuffix(".py")).main)
+        return process.run(importlib.import_module(script.removesuffix(".py")).main)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from system.cli import run_cli
+from system.process import run_cli
 
 # The server imports these once; a fork of it starts with all of them.
 PRELOAD = "__main__ helpers train_gpt2 torch._dynamo fineweb hub hellaswag infer plots matplotlib.pyplot".split()

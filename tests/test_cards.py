@@ -5,8 +5,8 @@ import torch
 from helpers import CPU
 
 from system import cards
-from system.cli import UserError
 from system.distributed import Runtime
+from system.errors import UserError
 
 # Names as the driver spells them, and their peak in TFLOP/s; None: not known, though it looks like a known one.
 PEAKS = {

@@ -15,8 +15,8 @@ from helpers import limit_file_size, same_bits, train_quickstart, write_jsonl
 
 from lifecycle.metrics import best_step
 from model import GPT, GPTConfig
-from system.cli import UserError
-from weights import checkpoint, names
+from system.errors import UserError
+from weights import checkpoint, run_folder
 from weights.open_model import open_and_describe, open_model
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24)  # the default, 12 heads, would fit, too
@@ -28,7 +28,7 @@ MODERN = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rms
 def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWriter | None = None) -> None:
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
-    best = best_step(folder, names.complete_steps(folder))
+    best = best_step(folder, run_folder.complete_steps(folder))
     writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "optimizers": [torch.ones(3)]}, best)
     writer.finish()
 
@@ -66,15 +66,15 @@ def test_what_was_saved_comes_back(tmp_path, config):
 
 
 def test_only_a_complete_step_counts(tmp_path, tiny_args):
-    assert names.latest_step(tmp_path) is None and names.latest_step(tmp_path / "missing") is None
+    assert run_folder.latest_step(tmp_path) is None and run_folder.latest_step(tmp_path / "missing") is None
     for step in (1, 2, 99_999, 100_000):  # by number: model_100000.pt sorts before model_99999.pt
         save(tmp_path, step)
-    assert names.latest_step(tmp_path) == 100_000
+    assert run_folder.latest_step(tmp_path) == 100_000
 
     # Killed between the two renames: only optim_*.pt is there. And the other way round, as pulled from the Hub.
     (tmp_path / "model_100000.pt").unlink()
     (tmp_path / "optim_99999.pt").unlink()
-    assert names.latest_step(tmp_path) == 2
+    assert run_folder.latest_step(tmp_path) == 2
     assert checkpoint.read_train_state(tmp_path)["step"] == 2
     with pytest.raises(UserError, match=r"no optim_99999\.pt"):
         checkpoint.read_train_state(tmp_path / "model_99999.pt")
@@ -82,12 +82,12 @@ def test_only_a_complete_step_counts(tmp_path, tiny_args):
     # Cut off.
     complete = (tmp_path / "model_00002.pt").read_bytes()
     (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) // 2])
-    assert names.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
+    assert run_folder.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
 
     # A run whose first save was killed between the renames begins anew.
     new = tmp_path / "new"
     new.mkdir()
-    names.optim_path(new, 1).write_bytes(b"content")
+    run_folder.optim_path(new, 1).write_bytes(b"content")
     train_quickstart(tiny_args, new, "--resume", "auto", "--max-steps", "1")
     assert checkpoint.read_train_state(new)["step"] == 1
 
@@ -136,12 +136,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5, "val_loss": 3.0}, {"step": 6}, {"step": 7}])
     for step in range(1, 8):
         save(tmp_path, step, keep=2)
-    assert names.complete_steps(tmp_path) == [2, 6, 7]
+    assert run_folder.complete_steps(tmp_path) == [2, 6, 7]
     assert len(file_names(tmp_path)) == 2 * 3 + 1  # and the metrics
 
     # Steps after the one that is saved stay: the run was resumed from an earlier one.
     save(tmp_path, 4, keep=1)
-    assert names.complete_steps(tmp_path) == [2, 4, 6, 7]
+    assert run_folder.complete_steps(tmp_path) == [2, 4, 6, 7]
 
 
 def test_leftovers_of_a_save_go_before_the_next(tmp_path):
@@ -196,12 +196,12 @@ def test_a_failed_write_loses_nothing(tmp_path):
         save(tmp_path / "run", 2, writer=writer)
     with limit_file_size(10_000), pytest.raises(OSError, match="Errno 27"):
         checkpoint.write(tmp_path / "large", {"weight": torch.zeros(10**5)})
-    assert names.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
+    assert run_folder.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
 
     # Somebody has moved the folder away.
     (tmp_path / "run").rename(tmp_path / "moved")
     save(tmp_path / "run", 4, writer=writer)
-    assert names.complete_steps(tmp_path / "run") == [4]
+    assert run_folder.complete_steps(tmp_path / "run") == [4]
 
 
 @pytest.mark.parametrize("number, failures, error, writes", [
@@ -215,4 +215,4 @@ def test_a_save_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch, numb
     flags = ["--save-every", "1", "--max-steps", "100"] if number == 27 else ["--max-steps", "1"]
     with pytest.raises(error, match="planted") if error else nullcontext():
         train_quickstart([*tiny_args, *flags], tmp_path / "run")
-    assert write.call_count == writes and names.complete_steps(tmp_path / "run") == ([] if error else [1])
+    assert write.call_count == writes and run_folder.complete_steps(tmp_path / "run") == ([] if error else [1])

@@ -12,16 +12,10 @@ from unittest.mock import Mock
 import pytest
 from helpers import ROOT
 
-from system import cli
-from system.cli import (
-    TransientError,
-    UsageError,
-    UserError,
-    explain_errors,
-    format_duration,
-    parse_duration,
-    run_cli,
-)
+from system import printing
+from system.errors import TransientError, UsageError, UserError, explain_errors
+from system.printing import format_duration, parse_duration
+from system.process import run_cli
 
 
 @pytest.fixture
@@ -80,7 +74,7 @@ def test_ctrl_c_is_no_error(end):
 
 def run_program(script, redirection="", **env):
     """A Python program as a main of run_cli, started by a shell."""
-    program = f"from system.cli import run_cli; run_cli(lambda: exec({script!r}, {{}}))"
+    program = f"from system.process import run_cli; run_cli(lambda: exec({script!r}, {{}}))"
     command = f"{shlex.join([sys.executable, '-c', program])} {redirection}"
     env = {**os.environ, **env}
     return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
@@ -156,7 +150,7 @@ def test_an_error_in_a_file_is_explained_with_its_fix():
 def test_rank_0_prints_without_control_codes(monkeypatch, capsys):
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        cli.print0("a\tb\nc\x1b]0;title\x07\x9b", 1)
+        printing.print0("a\tb\nc\x1b]0;title\x07\x9b", 1)
     assert capsys.readouterr().out == "a\tb\nc\ufffd]0;title\ufffd\ufffd 1\n"
 
 
@@ -164,7 +158,7 @@ def test_what_the_log_cannot_take_ends_nothing():
     """A full disk, or a character that a terminal's encoding lacks."""
     script = """
 import sys
-from system.cli import print0, progress_bar
+from system.printing import print0, progress_bar
 for text in progress_bar(["a", chr(0x4e2d), "b"], "texts"):
     print0(text)
     print0(text, file=sys.stderr)

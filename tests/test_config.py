@@ -14,7 +14,7 @@ import pytest
 from lifecycle import command_line
 from lifecycle.command_line import Mode, parse
 from model import GPTConfig
-from system.cli import UsageError, UserError
+from system.errors import UsageError, UserError
 from training import optim
 from training.config import TrainConfig, flag, settings_by_flag
 from training.presets import DESCRIPTIONS, PRESETS

@@ -17,7 +17,7 @@ from networks import NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
 import model as model_module
-from system.cli import UserError
+from system.errors import UserError
 from tokens import tokenizer
 from weights import checkpoint, convert
 from weights.open_model import open_model

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from system import cli, distributed
-from system.cli import TransientError, UserError
+from system import distributed, printing
 from system.distributed import weight_checksum
+from system.errors import TransientError, UserError
 
 
 def talk() -> None:
@@ -41,7 +41,7 @@ def talk() -> None:
         rt.barrier()
         left = time.time()
         assert left >= max(rt.gather(came))
-        cli.print0("all is well")
+        printing.print0("all is well")
 
         distributed.SLOW_TIMEOUT = timedelta(milliseconds=200)
         if rt.rank == 1:

@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT
 
 from lifecycle import command_line
-from system import cli
+from system import process
 from training.presets import PRESETS
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -74,7 +74,7 @@ def parse_only(monkeypatch):
             raise Parsed
 
         monkeypatch.setattr(argparse.ArgumentParser, name, parse)
-    monkeypatch.setattr(cli, "run_cli", lambda main: main())  # which ends with an exit code
+    monkeypatch.setattr(process, "run_cli", lambda main: main())  # which ends with an exit code
 
 
 @pytest.mark.parametrize("command", COMMANDS)

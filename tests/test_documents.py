@@ -10,7 +10,7 @@ import pytest
 from corpora import SUFFIXES, encode, read_documents, shared_encoder, write_documents, write_token_file
 
 import fineweb
-from system.cli import UserError
+from system.errors import UserError
 from tokens import documents, shards
 from tokens.documents import read_chunks
 from tokens.tokenizer import EOT

@@ -14,15 +14,15 @@ from lifecycle import evaluator
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
 from model import GPT
-from system.cli import UserError
 from system.distributed import Runtime
+from system.errors import UserError
 from tokens import shards
-from tokens.loader import Loader
 from tokens.tokenizer import EOT, encoding
-from training.forward import Forward
+from training.loader import Loader
+from training.loss import Forward
 from training.presets import PRESETS
 from weights import checkpoint
-from weights.names import complete_steps
+from weights.run_folder import complete_steps
 
 
 def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from system.cli import TransientError
+from system.errors import TransientError
 from system.files import atomic_write, lock_folder
 
 

@@ -23,7 +23,7 @@ from corpora import (
 from helpers import make_documents
 
 import fineweb
-from system.cli import UserError
+from system.errors import UserError
 from system.files import lock_folder
 from tokens import documents as readers
 from tokens import shards

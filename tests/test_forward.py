@@ -8,7 +8,7 @@ from networks import make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.forward import Forward, add_product_, cast_head, mean_loss
+from training.loss import Forward, add_product_, cast_head, mean_loss
 
 B, T, V = 17, 128, 320  # rows for five chunks, the last one shorter
 NUM_CHUNKS = 5
@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_those_of_all_logits(options, ignored):
 ])  # fmt: skip
 def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale, monkeypatch):
     # Many chunks: the sum over them must be in float32.
-    monkeypatch.setattr("training.forward.choose_chunk_rows", lambda *args: B * T // 64)
+    monkeypatch.setattr("training.loss.choose_chunk_rows", lambda *args: B * T // 64)
     # The gradient of the tied embedding in float32.
     model, idx, targets = make_batch()
     _, exact_gradients = loss_and_gradients(model, model, idx, targets)

@@ -12,10 +12,10 @@ from helpers import CPU, make_hellaswag_rows, run_main, write_jsonl
 from networks import NETWORKS, make_network
 
 import hellaswag as script
-from lifecycle import hellaswag
+from evaluation import multiple_choice
 from model import GPTConfig
-from system.cli import UserError
 from system.distributed import Runtime
+from system.errors import UserError
 from tokens import tokenizer
 from weights import checkpoint
 
@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def examples():
-    return [hellaswag.render(row) for row in make_hellaswag_rows(6)]
+    return [multiple_choice.render(row) for row in make_hellaswag_rows(6)]
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ def test_scores_equal_the_plain_scorer(name, tmp_path):
     model = make_network(NETWORKS[name], block_size=256)
     expected = score_plainly(model, rows)
 
-    losses = hellaswag.score(model, examples, CPU)
+    losses = multiple_choice.score(model, examples, CPU)
     result = script.evaluate(model, examples, "cpu")
 
-    found = torch.stack([losses, hellaswag.normalize(losses, examples)])
+    found = torch.stack([losses, multiple_choice.normalize(losses, examples)])
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
     acc, acc_norm = (expected.argmin(2) == torch.arange(4)).double().mean(1).tolist()
     stderr = (acc_norm * (1 - acc_norm) / 3) ** 0.5
@@ -86,9 +86,9 @@ def test_scores_equal_the_plain_scorer(name, tmp_path):
 
 def test_ranks_share_the_work_exactly(model, examples, monkeypatch):
     """Of 20 ranks some have nothing to score."""
-    one_rank = hellaswag.score(model, examples, CPU)
+    one_rank = multiple_choice.score(model, examples, CPU)
     monkeypatch.setattr(Runtime, "all_reduce", lambda self, tensor: tensor)
-    parts = [hellaswag.score(model, examples, replace(CPU, rank=rank, world_size=20)) for rank in range(20)]
+    parts = [multiple_choice.score(model, examples, replace(CPU, rank=rank, world_size=20)) for rank in range(20)]
     assert torch.equal(sum(parts), one_rank)
 
 
@@ -97,10 +97,10 @@ def test_bfloat16_is_blind_to_what_logits_share(examples):
     model = make_network(block_size=128, n_layer=1, n_head=2, n_embd=64, tied_head=False)
     torch.nn.init.ones_(model.transformer.ln_f.bias)
     rt = replace(CPU, dtype=torch.bfloat16)
-    before = hellaswag.score(model, examples, rt)
+    before = multiple_choice.score(model, examples, rt)
     with torch.no_grad():
         model.lm_head.weight -= 100 / 64
-    torch.testing.assert_close(hellaswag.score(model, examples, rt), before, atol=0.05, rtol=1e-3)
+    torch.testing.assert_close(multiple_choice.score(model, examples, rt), before, atol=0.05, rtol=1e-3)
 
 
 @pytest.mark.parametrize("block_size", [32, 30])  # 30 is no multiple of what rows are padded to
@@ -110,16 +110,16 @@ def test_a_long_context_loses_its_beginning(block_size):
     row = ROW | {"ctx": " dog" * 60, "endings": [" cat" * n for n in (2, 4, 6, 8)]}
     # Each word is one token, with another space before an ending. The last token of the longest is not read.
     expected = score_plainly(small, [row | {"ctx": " dog" * (block_size + 1 - 9)}])[0]
-    losses = hellaswag.score(small, [hellaswag.render(row)], CPU)
+    losses = multiple_choice.score(small, [multiple_choice.render(row)], CPU)
     torch.testing.assert_close(losses, expected, atol=1e-3, rtol=1e-5)
 
 
 def test_shapes_are_few_and_batches_within_bounds():
     """A GPU plans each length anew. Texts of one length stand side by side, so that little is padding."""
     texts = [([1] * (2 + i * 37 % 300), 1) for i in range(400)]
-    plan = hellaswag.plan_batches(texts, max_positions=256)
+    plan = multiple_choice.plan_batches(texts, max_positions=256)
     assert sorted(i for batch in plan for i in batch) == list(range(400))
-    shapes = [hellaswag.make_batch([texts[i] for i in batch], 1024)[0].shape for batch in plan]
+    shapes = [multiple_choice.make_batch([texts[i] for i in batch], 1024)[0].shape for batch in plan]
     assert all(n * T <= 256 or n == 1 for n, T in shapes)
     assert len({T for _, T in shapes}) < 300 / 7
     assert sum(n * T for n, T in shapes) < 1.1 * sum(len(tokens) for tokens, _ in texts)
@@ -138,7 +138,7 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
     monkeypatch.chdir(tmp_path)  # where nothing has been downloaded
     write_jsonl(tmp_path / "rows.jsonl", [ROW | {"endings": ["cat" + " cat" * 24] * 4}])  # 25 tokens
 
-    scorer = hellaswag.make_scorer(name, GPTConfig(**size))
+    scorer = multiple_choice.make_scorer(name, GPTConfig(**size))
 
     printed = capsys.readouterr().out
     assert why_not in printed and bool(printed) == bool(why_not) == (scorer is None)
@@ -150,7 +150,7 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
 def test_a_bad_row_is_refused(bad, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [ROW, bad])
     with pytest.raises(UserError, match="line 2 "):
-        hellaswag.load_examples(path)
+        multiple_choice.load_examples(path)
 
 
 # ------------------------------------------------------------------------- the command line
@@ -158,15 +158,15 @@ def test_a_bad_row_is_refused(bad, tmp_path):
 
 def test_every_row_is_written_with_its_losses(run, model, rows, tmp_path):
     """-m and -d are the short flags of build-nanogpt's hellaswag.py."""
-    examples = hellaswag.load_examples(rows, 6)
+    examples = multiple_choice.load_examples(rows, 6)
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    losses = hellaswag.score(model, examples, CPU)
+    losses = multiple_choice.score(model, examples, CPU)
 
     flags = ("-m", tmp_path, "-d", "cpu", "--data", rows, "--limit", 6, "--per-example", tmp_path / "out")
     output = run(*flags, "--dtype", "float32")
 
-    assert hellaswag.describe_score(hellaswag.summarize(losses, examples)) in output
-    means = hellaswag.normalize(losses, examples)
+    assert multiple_choice.describe_score(multiple_choice.summarize(losses, examples)) in output
+    means = multiple_choice.normalize(losses, examples)
     lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     for i, line in enumerate(lines):
         assert (line["index"], line["label"]) == (i, examples[i].label)
@@ -182,7 +182,7 @@ def test_numbers_that_overflow_are_no_score(run, rows, tmp_path):
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(3e38)  # finite
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    score = hellaswag.make_scorer(str(rows), model.config)(model, CPU)
+    score = multiple_choice.make_scorer(str(rows), model.config)(model, CPU)
     assert math.isnan(score["acc"]) and math.isnan(score["acc_norm"])
     flags = ["--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype", "float32"]
     assert "not finite" in run(*flags, exit_code=1) and not (tmp_path / "out").exists()

@@ -14,8 +14,8 @@ import torch
 from helpers import TINY_FLAGS, make_shards, run_main
 
 from model import GPT, GPTConfig
-from system.cli import UserError
-from tokens.loader import Loader
+from system.errors import UserError
+from training.loader import Loader
 from weights import checkpoint, convert
 from weights.open_model import open_model
 

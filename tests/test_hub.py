@@ -21,8 +21,8 @@ from helpers import load_metrics, load_weights, make_shards, run_main, same_bits
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
-from weights.names import complete_steps
 from weights.open_model import open_model
+from weights.run_folder import complete_steps
 
 
 @pytest.fixture

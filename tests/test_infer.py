@@ -10,7 +10,7 @@ from helpers import write_tiny_model
 from networks import make_network
 
 import infer
-from system.cli import UserError
+from system.errors import UserError
 from tokens import tokenizer
 from weights import checkpoint
 from weights.open_model import open_model

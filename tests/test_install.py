@@ -40,7 +40,7 @@ def test_a_wheel_has_every_file():
     assert set(setuptools["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
     assert set(setuptools["packages"]) == {path.parent.name for path in ROOT.glob("*/__init__.py")}
     patterns = {f"{name}/{pattern}" for name, found in setuptools["package-data"].items() for pattern in found}
-    assert patterns == {f"{path.parent.name}/{path.name}" for path in ROOT.glob("lifecycle/*.csv")}
+    assert patterns == {f"{path.parent.name}/{path.name}" for path in ROOT.glob("evaluation/*.csv")}
 
 
 # ------------------------------------------------------------------------- make

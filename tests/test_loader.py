@@ -8,10 +8,11 @@ import pytest
 import torch
 from helpers import CPU, make_shards
 
-from system.cli import UserError
 from system.distributed import Runtime
-from tokens import loader, shards
-from tokens.loader import DataOrder, Loader, permutation, to_device
+from system.errors import UserError
+from tokens import shards
+from training import loader
+from training.loader import DataOrder, Loader, permutation, to_device
 
 LARGEST_TINY_SHARD = 4097  # tokens
 

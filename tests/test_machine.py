@@ -11,8 +11,8 @@ import torch
 from helpers import CPU, train_quickstart
 
 from system import distributed, machine
-from system.cli import UserError
 from system.distributed import Runtime
+from system.errors import UserError
 from weights import checkpoint
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import CPU, assert_curves_close, load_curve
 
-from system.cli import UserError
+from system.errors import UserError
 from training import microbatch
 from training.presets import PRESETS
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT, assert_curves_close, load_curve, load_weights, same_bits, train_quickstart
 from processes import find_free_port, rank_pids, start_torchrun, wait_for
 
-from weights.names import latest_step
+from weights.run_folder import latest_step
 
 pytestmark = pytest.mark.slow
 LAST_STEP = 60

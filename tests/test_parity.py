@@ -8,7 +8,7 @@ from helpers import make_shards
 
 from bench import parity
 from bench.programs import Reference, Size
-from system.cli import UserError
+from system.errors import UserError
 
 # A reference in a page: this project's network, trained by a loop of its own, at GPT-2's size until it is edited.
 SOURCE = """

@@ -12,7 +12,7 @@ from helpers import ROOT, load_metrics, load_weights, run_main, train_quickstart
 
 import train_gpt2_plain
 from model import GPT, GPTConfig
-from system.cli import UserError
+from system.errors import UserError
 from system.settings import change
 from train_gpt2_plain import Config
 from training.presets import PRESETS

@@ -13,8 +13,8 @@ from lifecycle import plan
 from model import GPT
 from system import machine
 from system.cards import find_cards
-from system.cli import UserError
 from system.distributed import Runtime
+from system.errors import UserError
 from training import optim
 from training.config import TrainConfig
 from training.presets import PRESETS

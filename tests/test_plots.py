@@ -10,8 +10,8 @@ import pytest
 from helpers import ROOT, write_jsonl
 
 import plots
-from lifecycle.reference import read_references
-from system.cli import UserError
+from evaluation.reference import read_references
+from system.errors import UserError
 
 KEYS = ("val_loss", "train_loss", "lr", "grad_norm", "tokens_per_second", "hellaswag_acc_norm")
 

@@ -30,13 +30,13 @@ from helpers import (
 )
 
 import train_gpt2
-from lifecycle import resume
+from lifecycle import start
 from model import GPT
 from system import distributed, machine
 from system.distributed import Runtime
 from tokens import shards
 from training import optim
-from weights import checkpoint, names
+from weights import checkpoint, run_folder
 
 # ------------------------------------------------------------------------- the same result
 
@@ -48,7 +48,7 @@ def test_a_run_moves_between_numbers_of_ranks(tiny_args, one_run, trained_run, r
     command = ["train_gpt2.py", "quickstart", *tiny_args, "--micro-batch-size", "2", "--resume", "auto"]
     command += ["--out-dir", trained_run]
     run_ranks(2, *command, "--zero-stage", "1", "--time-limit", "1s")
-    assert names.latest_step(trained_run) == 7
+    assert run_folder.latest_step(trained_run) == 7
     run_ranks(4, *command)
     assert_curves_close(load_curve(trained_run), load_curve(one_run))
 
@@ -102,7 +102,7 @@ def signal_rank_1_in(module, name) -> None:
 
     def train_and_print(cfg, *args):
         ending = train(cfg, *args)
-        print("newest checkpoint:", names.latest_step(cfg.run_dir))
+        print("newest checkpoint:", run_folder.latest_step(cfg.run_dir))
         return ending
 
     setattr(sys.modules[module], name, signalled)
@@ -118,7 +118,7 @@ def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(tiny_args, tmp_path, r
     whole, run = tmp_path / "whole", tmp_path / "run"
     run_ranks(*command, whole)
 
-    for step, place in (1, ["lifecycle.resume", "open_data"]), (2, ["training.step", "to_device"]):
+    for step, place in (1, ["lifecycle.start", "open_data"]), (2, ["training.step", "to_device"]):
         output = run_ranks(*command, run, prepare=partial(signal_rank_1_in, *place))
         assert "another rank" in output
         # No rank ends before the last checkpoint, because torchrun ends all of them soon after the first.
@@ -182,7 +182,7 @@ def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, tmp_path, monke
 
     def describe(*words, step=3):
         cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every", "4", *words)
-        resume.check_ranks_agree(cfg, CPU, {"step": step}, resume.open_data(cfg)[0])
+        start.check_ranks_agree(cfg, CPU, {"step": step}, start.open_data(cfg)[0])
         return set(check_equal.call_args.args[0].items())
 
     facts = describe()
@@ -200,10 +200,10 @@ def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, tmp_path, monke
 
 def test_rank_0_says_whether_the_last_step_is_evaluated(one_run, monkeypatch):
     """A rank on another machine, without its metrics, that evaluated the saved step again would wait for the others."""
-    run = resume.open_run(parse_config("--resume", one_run), CPU)[0]
-    assert resume.is_complete(run)
+    run = start.open_run(parse_config("--resume", one_run), CPU)[0]
+    assert start.is_complete(run)
     monkeypatch.setattr(Runtime, "gather", lambda rt, value: [False, value])
-    assert not resume.is_complete(run)
+    assert not start.is_complete(run)
 
 
 def change_the_seed_of_rank_1() -> None:
@@ -216,7 +216,7 @@ def change_the_data_of_rank_1() -> None:
     """A `prepare` for ranks of which the second finds other shards, and has another card, which rounds otherwise."""
     machine.device_name = lambda device: f"card {os.environ['RANK']}"
     if os.environ["RANK"] == "1":
-        resume.Loader.fingerprint = lambda data: "another"
+        start.Loader.fingerprint = lambda data: "another"
 
 
 @pytest.mark.parametrize("prepare, named", [
@@ -261,7 +261,7 @@ def test_ranks_that_drift_apart_end_the_run(tiny_args, tmp_path, one_run, run_ra
     # The ranks agreed at step 3, and not at the next evaluation or save.
     assert re.search(r"weights.* 1 \(", output), output
     assert json.loads(status.read_text())["status"] == "system_error"  # train.sh restarts it
-    assert names.complete_steps(run) == [3]
+    assert run_folder.complete_steps(run) == [3]
 
     # The same command continues from there.
     run_ranks(*command)

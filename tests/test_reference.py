@@ -1,11 +1,11 @@
-"""lifecycle/reference.py tells a healthy run from a sick one."""
+"""evaluation/reference.py tells a healthy run from a sick one."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from lifecycle.reference import DATASETS, find_reference, read_references
+from evaluation.reference import DATASETS, find_reference, read_references
 from training.presets import PRESETS
 
 REFERENCE = read_references()[0]  # gpt2-124m's

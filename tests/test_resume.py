@@ -19,15 +19,15 @@ from helpers import (
 )
 
 import train_gpt2
-from lifecycle import evaluator, resume
+from lifecycle import evaluator, start
 from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
-from system.cli import UserError
+from system.errors import UserError
 from system.files import lock_folder
 from training import step
 from weights import checkpoint
-from weights.names import latest_step, model_path
 from weights.open_model import open_model
+from weights.run_folder import latest_step, model_path
 
 # ------------------------------------------------------------------------- stopped and resumed
 
@@ -36,7 +36,7 @@ from weights.open_model import open_model
 # batches.
 INTERRUPTIONS = [
     (evaluator, "to_device", 3, 1),  # in an evaluation: the step that follows is done
-    (resume, "open_data", 1, 2),
+    (start, "open_data", 1, 2),
     (evaluator.Evaluator, "sample_text", 1, 3),
     (step, "to_device", 1, 4),  # in a step before its gradients
     (train_gpt2, "set_learning_rates", 2, 7),  # after the gradients: the next step looks
@@ -124,10 +124,10 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run, refuses):
     """Not by a new run, nor by one that resumes from an earlier step or from another run."""
     before = read_bytes(trained_run)
     fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00006.pt")
-    for start in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
-        refuses("--resume", start, "--max-steps", "14", names="--resume auto.*--out-dir")
+    for resume in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
+        refuses("--resume", resume, "--max-steps", "14", names="--resume auto.*--out-dir")
 
-    # A complete run has nothing to resume. Another folder may continue an earlier step, or the last one.
+    # A complete run has nothing to start. Another folder may continue an earlier step, or the last one.
     train_quickstart(tiny_args, trained_run, "--resume", "auto")
     assert read_bytes(trained_run) == before
     copy = train_quickstart(tiny_args, tmp_path / "copy", "--resume", fork / "model_00012.pt")
@@ -158,8 +158,8 @@ def test_weights_without_a_complete_step_are_never_overwritten(trained_run, refu
     path.unlink()
     if content:
         path.write_bytes(content)
-    for start in ("none", "auto"):
-        refuses("--resume", start, names=r"model_00012.pt.*--init-from")
+    for resume in ("none", "auto"):
+        refuses("--resume", resume, names=r"model_00012.pt.*--init-from")
 
 
 def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
@@ -202,7 +202,7 @@ def test_other_data_are_refused(tiny_data, refuses):
 
 def test_what_changes_is_accepted_and_printed(tiny_args, trained_run, tmp_path, monkeypatch, capsys):
     """A setting that shapes the result, with --allow-drift, one that shapes nothing, and the software."""
-    monkeypatch.setattr(resume.machine, "versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(start.machine, "versions", lambda: {"torch": "9.9"})
     flags = "--max-steps 13 --val-every 5 --seed 1 --allow-drift".split()
     train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00012.pt", *flags)
     output = capsys.readouterr().out

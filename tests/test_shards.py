@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from helpers import make_shards
 
-from system.cli import UserError
+from system.errors import UserError
 from tokens import shards
-from tokens.loader import Loader
 from tokens.shards import MANIFEST
+from training.loader import Loader
 
 # ------------------------------------------------------------------------- one file
 

@@ -10,7 +10,7 @@ from corpora import encode, read_bytes, read_tokens, run_fineweb, write_document
 from faults import hub_server
 from helpers import make_documents
 
-from system.cli import UserError
+from system.errors import UserError
 from tokens import documents as readers
 from tokens import shards
 from tokens.sources import find_files, identify, is_on_hub

@@ -10,10 +10,10 @@ import torch
 from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
 
 from model import GPT
-from system.cli import TransientError
+from system.errors import TransientError
 from training.step import Trainer
 from weights import checkpoint
-from weights.names import complete_steps, optim_path
+from weights.run_folder import complete_steps, optim_path
 
 
 def test_gradients_are_reduced_once_a_step(tiny_args):

@@ -13,7 +13,7 @@ from processes import rank_pids, start_torchrun, wait_for
 
 from lifecycle import stop
 from lifecycle.stop import StopRequest
-from weights.names import latest_step
+from weights.run_folder import latest_step
 
 
 def test_a_time_limit_counts_from_the_first_start(monkeypatch):

@@ -12,7 +12,8 @@ ALLOWED = {
     "tokens": "system model tokens",
     "training": "system model tokens training",
     "weights": "system model tokens training weights",
-    "lifecycle": "system model tokens training weights lifecycle",
+    "evaluation": "system model tokens training weights evaluation",
+    "lifecycle": "system model tokens training weights evaluation lifecycle",
 }
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, TRICKY_TEXTS
 
-from system.cli import UserError
+from system.errors import UserError
 from tokens import tokenizer
 
 

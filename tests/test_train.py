@@ -23,7 +23,7 @@ from lifecycle.stop import StopRequest
 from training.config import Recipe, TrainConfig
 from training.step import Trainer
 from weights import checkpoint
-from weights.names import model_path
+from weights.run_folder import model_path
 
 # A value off its default for every setting of the recipe, but for the network, the weights that it begins from and the
 # length of the run.

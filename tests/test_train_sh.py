@@ -18,7 +18,7 @@ from helpers import ROOT, TINY_FLAGS, make_shards
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
-from weights.names import latest_step
+from weights.run_folder import latest_step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

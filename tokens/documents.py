@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from system.cli import UserError, explain_errors, print0, require
+from system.errors import UserError, explain_errors, require
+from system.printing import print0
 from tokens.shards import BIN_MAGIC, DDP_MAGIC, check_ids, map_shard
 from tokens.tokenizer import EOT
 

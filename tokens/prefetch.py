@@ -1,6 +1,6 @@
 """Prefetching: a thread produces items before they are needed.
 
-fineweb.py downloads, reads and tokenizes with it, tokens/loader.py reads batches.
+fineweb.py downloads, reads and tokenizes with it, training/loader.py reads batches.
 
     for batch in prefetch(read_batches(), depth=16):
         train(batch)  # the next batches are read in the meantime

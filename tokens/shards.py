@@ -1,6 +1,6 @@
 """Shards: the token formats (`.npy` and llm.c's `.bin`) and the manifest that describes a folder of them.
 
-fineweb.py writes shards, tokens/loader.py reads them, hub.py pushes and pulls them.
+fineweb.py writes shards, training/loader.py reads them, hub.py pushes and pulls them.
 
     sha256 = write_shard("data/x/x_train_000001.npy", tokens)     # (n,) uint16
     tokens = read_shard("data/x/x_train_000001.npy", sha256)
@@ -26,8 +26,9 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from system.cli import UserError, explain_errors, print0, require
+from system.errors import UserError, explain_errors, require
 from system.files import atomic_write
+from system.printing import print0
 from tokens.tokenizer import EOT
 
 MANIFEST = "manifest.json"

@@ -24,7 +24,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from system.cli import explain_errors, require
+from system.errors import explain_errors, require
 from system.huggingface import open_hub
 from tokens import shards
 from tokens.prefetch import prefetch

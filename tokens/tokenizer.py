@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from system.cli import UserError, require
+from system.errors import UserError, require
 
 if TYPE_CHECKING:
     import gigatoken

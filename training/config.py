@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model import GPTConfig
-from system.cli import explain_errors, parse_duration, require
+from system.errors import explain_errors, require
+from system.printing import parse_duration
 from system.settings import check_settings, flag, flag_off, setting
 
 HELLASWAG_DATA = "data/hellaswag/hellaswag_val.jsonl"  # where hellaswag.py puts the rows

@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from system import machine
-from system.cli import UserError, print0
 from system.distributed import Runtime
-from tokens.loader import to_device
+from system.errors import UserError
+from system.printing import print0
 from training.config import TrainConfig
-from training.forward import Forward
+from training.loader import to_device
+from training.loss import Forward
 
 MAX_AUTO_SEQUENCES = 64
 

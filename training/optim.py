@@ -6,7 +6,7 @@
     state = copy_state(optimizers[0], rt)             # for a checkpoint: whole, on rank 0
     load_state([optimizers[0]], [state])              # on any number of ranks
 
-Called by training/step.py, the last two by lifecycle/resume.py. The algorithms are torch's AdamW and training/muon.py;
+Called by training/step.py, the last two by lifecycle/start.py. The algorithms are torch's AdamW and training/muon.py;
 training/zero.py shards them over the ranks. To add an optimizer: its name in Recipe.optimizer (training/config.py), and
 its entry in OPTIMIZERS.
 """

@@ -12,7 +12,7 @@
           warmup_steps       total_steps                warmup_steps     cooldown * total_steps
 
 Called by train_gpt2.py. The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and
-total_steps, and lifecycle/resume.py prints by how much it jumps. To add a schedule, add its name to
+total_steps, and lifecycle/start.py prints by how much it jumps. To add a schedule, add its name to
 Recipe.schedule, and a function such as cosine_decay to DECAYS.
 """
 

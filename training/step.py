@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT
-from system.cli import print0
 from system.distributed import Runtime
-from tokens.loader import to_device
+from system.printing import print0
 from training import master_weights, optim
 from training.config import TrainConfig
-from training.forward import make_forward, wrap_in_ddp
+from training.loader import to_device
+from training.loss import make_forward, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
 
 

@@ -45,10 +45,11 @@ import torch
 from torch import Tensor
 
 from model import GPT, GPTConfig
-from system.cli import TransientError, UserError, explain_errors, print0, require
+from system.errors import TransientError, UserError, explain_errors, require
 from system.files import atomic_write
 from system.machine import copy_to_host
-from weights.names import (
+from system.printing import print0
+from weights.run_folder import (
     CHECKPOINT_FILE,
     complete_steps,
     describe_runs,

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT, VOCAB_SIZE, GPTConfig
-from system.cli import explain_errors, print0, require
+from system.errors import explain_errors, require
 from system.huggingface import open_hub
+from system.printing import print0
 from tokens import tokenizer
 from weights.checkpoint import build_model, load_tensors
 

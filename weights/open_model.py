@@ -9,8 +9,8 @@ model = open_model("gpt2")                           # a name on the Hub: gpt2, 
 from pathlib import Path
 
 from model import GPT
-from system.cli import require
-from weights import checkpoint, convert, names
+from system.errors import require
+from weights import checkpoint, convert, run_folder
 
 
 def open_model(name: str | Path) -> GPT:
@@ -29,13 +29,13 @@ def open_and_describe(name: str | Path) -> tuple[GPT, str]:
     if convert.is_hf_folder(path):
         return convert.load_hf(path), str(path)
     if path.is_dir():
-        path = names.newest_model(path)
+        path = run_folder.newest_model(path)
     if path.is_file() or path.suffix == ".pt":
         model, facts = checkpoint.load(path)
         return model, f"{path}, step {facts['step']:,}"
 
     # A path that does not exist looks like OWNER/NAME of the Hub. If its parent is a folder here, it is mistyped.
     is_mistyped = "/" in str(name) and path.parent.is_dir()
-    require(not is_mistyped, f"no model at {path}; {names.describe_runs(path.parent)}")
+    require(not is_mistyped, f"no model at {path}; {run_folder.describe_runs(path.parent)}")
     require(not (Path("log") / path).is_dir(), f"no model at {path}; the run is log/{path}")
     return convert.load_hf(name), f"{name} of the Hub"

@@ -29,9 +29,9 @@ from corpora import read_bytes
 from helpers import TINY_FLAGS, load_curve, write_jsonl, write_random_walk_shards
 from processes import Script, forkserver_context, start_ranks
 
-from system.cli import ArgumentParser
+from system.settings import ArgumentParser
 from weights import checkpoint
-from weights.names import latest_step, model_path
+from weights.run_folder import latest_step, model_path
 
 TRAIN = ["train_gpt2", "quickstart", *TINY_FLAGS, "--device", "cpu", "--max-steps", "40", "--save-every", "2"]
 TRAIN += ["--shuffle", "--resume", "auto"]

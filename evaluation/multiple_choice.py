@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from model import ANY_LENGTH_KERNELS, GPT, GPTConfig
-from system.cli import UserError, explain_errors, print0, progress_bar, require
 from system.distributed import Runtime
+from system.errors import UserError, explain_errors, require
+from system.printing import print0, progress_bar
 from tokens import tokenizer
 from training.config import HELLASWAG_DATA
-from training.forward import cast_head
+from training.loss import cast_head
 
 NUM_ENDINGS = 4
 LABELS = ("0", "1", "2", "3")

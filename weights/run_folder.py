@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from system.cli import require
+from system.errors import require
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")

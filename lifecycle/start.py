@@ -24,16 +24,17 @@ from lifecycle.metrics import read_step
 from lifecycle.run import Run
 from model import GPT
 from system import distributed, machine
-from system.cli import UserError, explain_errors, print0, require
 from system.distributed import Runtime
-from tokens.loader import Loader
+from system.errors import UserError, explain_errors, require
+from system.printing import print0
 from tokens.shards import find_shards
 from training import optim
 from training.config import TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
+from training.loader import Loader
 from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
 from training.step import Trainer
-from weights import checkpoint, names
+from weights import checkpoint, run_folder
 from weights.open_model import open_model
 
 
@@ -69,7 +70,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
 
     # The curve of a run that was killed before its first save, or whose checkpoints were deleted, is not overwritten.
     metrics = cfg.run_dir / "metrics.jsonl"
-    if rt.is_main and metrics.exists() and names.latest_step(cfg.run_dir) is None:
+    if rt.is_main and metrics.exists() and run_folder.latest_step(cfg.run_dir) is None:
         kept = metrics.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
         os.rename(metrics, kept)
         print0(f"{cfg.run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are in {kept}")
@@ -83,7 +84,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     """The train state that --resume names, with its "config" as a TrainConfig, or None for a new run. Raises UserError
     if the run folder already holds what this run would overwrite."""
     run_dir = cfg.run_dir
-    newest = names.latest_step(run_dir)
+    newest = run_folder.latest_step(run_dir)
 
     # auto: the newest complete checkpoint of the run folder, if there is one. A path: that checkpoint, of any run.
     saved = None
@@ -94,7 +95,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 
     # A run is overwritten neither by a new one, nor by one that resumes from an earlier step or from another run.
     if newest is not None:
-        is_newest = saved and saved["model_file"].samefile(names.model_path(run_dir, newest))
+        is_newest = saved and saved["model_file"].samefile(run_folder.model_path(run_dir, newest))
         problem = f"{run_dir} already holds a run at step {newest}, which is never overwritten"
         fix = "continue it with --resume auto, or start another run with another --out-dir"
         require(is_newest, f"{problem}; {fix}")
@@ -109,7 +110,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def open_first_weights(cfg: TrainConfig) -> GPT:
-    """The network of a new run: of random weights, or the one that --init-from names. Raises UserError if that is
+    """The network of a new run: of random weights, or the one that --init-from run_folder. Raises UserError if that is
     another network than the flags ask for."""
     if cfg.init_from == "scratch":
         # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.

@@ -16,7 +16,7 @@ each chunk of R rows:
                                         v  overwritten
     d_x (R, C)  <-- @ weight ---  d_logits (R, V)  --- d_logits.T @ x --->  added to d_weight (V, C)
 
-Called by train_gpt2.py; lifecycle/hellaswag.py casts the head as it is cast here.
+Called by train_gpt2.py; evaluation/multiple_choice.py casts the head as it is cast here.
 """
 
 import math
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from model import GPT
 from system import machine
-from system.cli import print0
 from system.distributed import Runtime
+from system.printing import print0
 from training.config import TrainConfig
 
 # ------------------------------------------------------------------------- the network, compiled

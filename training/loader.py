@@ -1,6 +1,6 @@
 """The order of data: which sequences each step reads, and their tokens on the device.
 
-lifecycle/resume.py opens one Loader per split; train_gpt2.py reads the batches, lifecycle/evaluator.py the val split.
+lifecycle/start.py opens one Loader per split; train_gpt2.py reads the batches, lifecycle/evaluator.py the val split.
 
     data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
     for batch in data.batches(first_step=0, sequences=512, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
@@ -48,8 +48,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from system.cli import require
 from system.distributed import Runtime
+from system.errors import require
 from tokens import shards
 from tokens.prefetch import prefetch
 

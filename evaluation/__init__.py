@@ -1,0 +1,1 @@
+"""Scores beside the val loss: HellaSwag, and public curves to compare a run with."""

@@ -1,0 +1,51 @@
+"""The errors of a user, and what turns the error of a file into one.
+
+    require(T > 0, f"--sequence-length {T} must be at least 1; use 1024")
+    with explain_errors("cannot read a.npy", "make it again"):
+        ...
+
+A program ends in one of two ways beside success: an error that the user can fix is one message (UserError), anything
+else is a crash with its traceback. A crash that needs no traceback is one message, too (TransientError).
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(Exception):
+    """Something that the user can fix. The message gives the value, the rule and the command that fixes it."""
+
+
+class UsageError(UserError):
+    """A word of the command line that is not accepted."""
+
+
+class TransientError(UserError):
+    """Something that may not come again: one message, too, but a program that restarts crashes restarts this."""
+
+
+def require(condition: object, message: str) -> None:
+    """Raise UserError(message) unless `condition` is true. Every setting, row and file of a user is checked with it."""
+    if not condition:
+        raise UserError(message)
+
+
+# What a disk, a network volume or the machine may have for a while: the same command may succeed later.
+TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+
+
+@contextmanager
+def explain_errors(problem: str, fix: str) -> Iterator[None]:
+    """Turn whatever is raised in this block into a UserError with its words, unless it is not the fault of a file. For
+    files that may come from anywhere: the libraries that read them raise a dozen kinds of errors for damaged ones."""
+    try:
+        yield
+    except Exception as e:
+        is_of_system = isinstance(e, OSError) and e.errno in TRANSIENT_ERRORS
+        if is_of_system or isinstance(e, MemoryError) or "CUDA error" in str(e):
+            raise  # the run ends as a crash, and is restarted
+        reason = str(e)
+        if not isinstance(e, UserError):
+            reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise UserError(f"{problem} ({reason}); {fix}") from None

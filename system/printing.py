@@ -1,0 +1,83 @@
+"""What a script prints: on rank 0 alone, and without control codes; and its units, durations and prices.
+
+Importing it is cheap: nothing here needs torch.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TextIO
+
+from system.errors import UserError
+
+# ------------------------------------------------------------------------- which process this is
+
+
+def env_number(name: str, default: int) -> int:
+    """RANK, LOCAL_RANK or WORLD_SIZE, which torchrun sets for each process of a run, or what holds without torchrun."""
+    return int(os.environ.get(name, default))
+
+
+def env_rank() -> int:
+    """This process's rank as set by torchrun; 0 without torchrun."""
+    return env_number("RANK", 0)
+
+
+# ------------------------------------------------------------------------- printing
+
+
+def printable(text: str) -> str:
+    """External text with its terminal control codes (all but newline and tab) replaced, so that no file name, prompt or
+    server can drive the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+def print0(*args: object, file: TextIO | None = None) -> None:
+    """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
+    full disk nor a reader that is gone nor a character that a terminal lacks ends a run."""
+    if env_rank() == 0:
+        with suppress(OSError, UnicodeError):
+            print(printable(" ".join(map(str, args))), file=file, flush=True)
+
+
+def progress_bar(items: Iterable, name: str) -> Iterable:
+    """The items, with a bar of progress on rank 0's terminal."""
+    from tqdm import tqdm
+
+    # None: not where stderr is a file
+    return tqdm(items, name, disable=True if env_rank() else None, delay=0.2, leave=False)
+
+
+# ------------------------------------------------------------------------- units
+
+
+def format_duration(seconds: float) -> str:
+    """4d07h, 1h02m, 3m20s or 12s: the two largest units are enough to plan by."""
+    if seconds >= 86400:
+        hours = round(seconds / 3600)
+        return f"{hours // 24}d{hours % 24:02d}h"
+    if seconds >= 3600:
+        minutes = round(seconds / 60)
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    s = int(seconds)
+    return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
+    if not text:
+        return math.inf
+
+    # Each unit is optional, but the order is fixed: days, hours, minutes, seconds.
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    if match is None:
+        raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
+    d, h, m, s = (int(count or 0) for count in match.groups())
+    return ((d * 24 + h) * 60 + m) * 60 + s
+
+
+def format_cost(seconds: float, gpus: int, gpu_hour_usd: float) -> str:
+    """$12.34: the price of `gpus` GPUs during `seconds`, where one costs `gpu_hour_usd` for an hour."""
+    return f"${seconds / 3600 * gpus * gpu_hour_usd:.2f}"
