@@ -86,12 +86,7 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     """Move `model` to its device and precision, for inference only. Changes the model and returns it."""
     import torch
 
-    # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. Take off what all logits share, as in
-    # training/loss.py: it changes no probability.
-    head = model.lm_head
-    if dtype != torch.float32:
-        head.weight = torch.nn.Parameter(head.weight.detach() - head.weight.detach().mean(0))
-    return model.to(device, dtype)
+    return (model if dtype == torch.float32 else model.round_to(dtype)).to(device)
 
 
 def main() -> None:

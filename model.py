@@ -17,8 +17,8 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * h
     logits (B, T, V)      at each position, for the token after it
 
 train_gpt2.py trains this network, infer.py and hellaswag.py run it, hub.py converts it. An export may contain a copy of
-this file, so it imports nothing of the project. Training compiles the blocks and replaces the head with one that never
-holds all the logits (training/loss.py).
+this file, so it imports nothing of the project. Training compiles the blocks, and multiplies the head by chunks, so
+that it never holds all the logits (training/loss.py).
 """
 
 import math
@@ -45,6 +45,16 @@ def setting(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
 
 
+def known_settings(config_class: type, saved: dict[str, Any]) -> dict[str, Any]:
+    """What a saved config says of the fields of this dataclass. Raises ValueError for a setting that it lacks, unless
+    that is off: the same weights would compute, or train, something else."""
+    known = {f.name for f in fields(config_class)}
+    for name in saved.keys() - known:
+        if saved[name]:
+            raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
+    return {name: saved[name] for name in saved.keys() & known}
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
@@ -60,18 +70,16 @@ class GPTConfig:
     positions: Literal["learned", "rope"] = setting(
         "learned", "learned: an embedding of each position; rope: rotations of queries and keys"
     )
-    norm: Literal["layernorm", "rmsnorm"] = setting(
-        "layernorm", "rmsnorm: without a gain, and also on the token embedding, as in modded-nanogpt"
-    )
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "rmsnorm: without a gain")
+    embedding_norm: bool = setting(False, "the same norm on the token embedding, too, as in modded-nanogpt")
     activation: Literal["gelu", "gelu_erf", "relu2"] = setting(
         "gelu", "gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU, modded-nanogpt's"
     )
     qk_norm: bool = setting(False, "RMSNorm on queries and keys")
-    zero_init_projections: bool = setting(
-        False,
-        "the blocks' output projections and an untied head start at zero, all other matrices with modded-nanogpt's "
-        "standard deviation instead of 0.02",
+    init_std: float = setting(
+        0.02, "standard deviation of the first weights; 0: 1 / sqrt(3 n_embd), torch's for a linear layer of this width"
     )
+    zero_init_projections: bool = setting(False, "the blocks' output projections and an untied head start at zero")
 
     @property
     def head_size(self) -> int:
@@ -81,16 +89,12 @@ class GPTConfig:
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> "GPTConfig":
         """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build it."""
-        # Old checkpoints lack newer settings, whose defaults mean "off". A setting that this version lacks must be off:
-        # otherwise the same weights would compute something else.
-        known = {f.name for f in fields(GPTConfig)}
-        for name in saved.keys() - known:
-            if saved[name]:
-                raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
-        # No tensor tells how many heads there are.
+        # Old checkpoints lack newer settings, whose defaults mean "off". But no tensor tells how many heads there are,
+        # and rmsnorm was once of the embedding, too.
         if "n_head" not in saved:
             raise ValueError("it does not say n_head")
-        return GPTConfig(**{name: saved[name] for name in saved.keys() & known})
+        embedding_norm = saved.get("norm") == "rmsnorm"
+        return GPTConfig(**known_settings(GPTConfig, {"embedding_norm": embedding_norm, **saved}))
 
     def __post_init__(self):
         """Raises ValueError, with the value and the rule, if no network can have this shape."""
@@ -100,6 +104,9 @@ class GPTConfig:
         for name, choices in (("positions", ("learned", "rope")), ("norm", NORMS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r:.99} must be one of {', '.join(choices)}")
+
+        if not self.init_std >= 0:
+            raise ValueError(f"init_std {self.init_std} must be at least 0")
 
         # Each head gets the same number of channels, and RoPE needs pairs of them.
         if self.n_embd % self.n_head:
@@ -158,18 +165,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x)
 
 
-class Norm(NamedTuple):
-    """All that a value of GPTConfig.norm stands for."""
-
-    build: Callable[[GPTConfig], nn.Module]  # a norm over the channels
-    # Whether the token embedding passes through such a norm before the first block, too. Its scale then only sets how
-    # fast it learns, so an untied one starts at modded-nanogpt's standard deviation of 1.
-    normalizes_embedding: bool
-
-
-NORMS = {
-    "layernorm": Norm(lambda config: nn.LayerNorm(config.n_embd, bias=config.bias), normalizes_embedding=False),
-    "rmsnorm": Norm(lambda config: RMSNorm(), normalizes_embedding=True),
+# GPTConfig.norm: builds a norm over the channels.
+NORMS: dict[str, Callable[[GPTConfig], nn.Module]] = {
+    "layernorm": lambda config: nn.LayerNorm(config.n_embd, bias=config.bias),
+    "rmsnorm": lambda config: RMSNorm(),
 }
 
 
@@ -199,6 +198,19 @@ class Embedding(nn.Embedding):
         """Random weights, replaced by GPT's own."""
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+class StackedLinear(nn.Linear):
+    """Several linear layers of the same input in one matrix product. Their matrices are stacked in the weight, by
+    `matrix_rows` of each."""
+
+    def __init__(self, in_features: int, matrix_rows: tuple[int, ...], bias: bool):
+        super().__init__(in_features, sum(matrix_rows), bias)
+        self.matrix_rows = matrix_rows
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """(..., in_features) -> a (..., rows) for each of the matrices"""
+        return super().forward(x).split(self.matrix_rows, dim=-1)
 
 
 class KVCache:
@@ -238,11 +250,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.config = config
 
-        # The matrices that c_attn stacks, by their rows: queries, keys, values. Muon makes each of them orthogonal by
-        # itself.
         C = config.n_embd
-        self.matrix_rows = (C, C, C)
-        self.c_attn = nn.Linear(C, sum(self.matrix_rows), bias=config.bias)
+        self.c_attn = StackedLinear(C, (C, C, C), bias=config.bias)  # queries, keys, values
         self.c_proj = nn.Linear(C, C, bias=config.bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -250,8 +259,8 @@ class Attention(nn.Module):
         B, T, C = x.shape
 
         # The query, key and value of each head at each position.
-        # (B, T, C) -> (B, T, 3C) -> three of (B, T, C) -> three of (B, T, nh, hs)
-        q, k, v = self.c_attn(x).split(self.matrix_rows, dim=-1)
+        # (B, T, C) -> three of (B, T, C) -> three of (B, T, nh, hs)
+        q, k, v = self.c_attn(x)
         q, k, v = (t.view(B, T, -1, self.config.head_size) for t in (q, k, v))
 
         # Normalized queries and keys keep the attention scores in bounds (QK-norm, Henry et al. 2020).
@@ -301,10 +310,10 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        norm = NORMS[config.norm]
-        self.ln_1 = norm.build(config)
+        build_norm = NORMS[config.norm]
+        self.ln_1 = build_norm(config)
         self.attn = Attention(config, layer)
-        self.ln_2 = norm.build(config)
+        self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -314,11 +323,39 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Head(NamedTuple):
+    """The head as it is multiplied: its weight in the precision of the product, and the row that was taken off all rows
+    of the weight before it was rounded."""
+
+    weight: Tensor  # (V, C)
+    mean: Tensor | None  # (C,) float32; None: nothing was taken off
+
+    def products(self, x: Tensor) -> Tensor:
+        """x (..., C) times the weight: (..., V)."""
+        return F.linear(x.to(self.weight.dtype), self.weight)
+
+    def shift(self, x: Tensor) -> Tensor | None:
+        """What the products of x (..., C) lack of the logits: a number for each row (...), in float32."""
+        if self.mean is None:
+            return None
+        with torch.autocast(x.device.type, enabled=False):  # which would multiply in half precision
+            return x.float() @ self.mean
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each target, in nats: logits (N, V), targets (N,) int64 -> (N,); 0 for a target of -100."""
+    # Not F.cross_entropy, of which the compiler makes slower code.
+    log_probs = logits.log_softmax(-1)  # (N, V)
+    of_targets = log_probs.gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)  # (N, V) -> (N, 1) -> (N,)
+    return -of_targets * (targets >= 0)
+
+
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019). Parameter names match the public checkpoints."""
 
     transformer: Any  # an nn.ModuleDict, whose modules are its attributes
     cos_sin: Tensor  # RoPE's angles (2, block_size, hs / 2), if used
+    head_mean: Tensor | None
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -326,19 +363,20 @@ class GPT(nn.Module):
         self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
 
         # Embeddings, blocks, final norm, under the names of the public checkpoints. ln_0 is modded-nanogpt's.
-        norm = NORMS[config.norm]
+        build_norm = NORMS[config.norm]
         self.transformer = nn.ModuleDict()
         self.transformer.wte = Embedding(config.vocab_size, config.n_embd)
         if config.positions == "learned":
             self.transformer.wpe = Embedding(config.block_size, config.n_embd)
-        self.transformer.ln_0 = norm.build(config) if norm.normalizes_embedding else nn.Identity()
+        self.transformer.ln_0 = build_norm(config) if config.embedding_norm else nn.Identity()
         self.transformer.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
-        self.transformer.ln_f = norm.build(config)
+        self.transformer.ln_f = build_norm(config)
 
         # The head, which GPT-2 ties to the token embedding (Press and Wolf 2017): both map between tokens and channels.
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
+        self.register_buffer("head_mean", None, persistent=False)  # Head.mean, once `round_to` has rounded the weights
 
         # RoPE's angles follow from the config, so checkpoints do not store them.
         if config.positions == "rope":
@@ -347,13 +385,12 @@ class GPT(nn.Module):
             self._init_weights()
 
     def _init_weights(self) -> None:
-        """Random weights as in GPT-2, or as in modded-nanogpt with zero_init_projections. A seed gives the same weights
-        only as long as the order of the random draws stays the same."""
+        """Random weights as in GPT-2, unless the settings say otherwise. A seed gives the same weights only as long as
+        the order of the random draws stays the same."""
         config = self.config
 
-        # All matrices and embeddings, then zero biases. modded-nanogpt's standard deviation is that of torch's default
-        # for a linear layer of this width.
-        std = (3 * config.n_embd) ** -0.5 if config.zero_init_projections else 0.02
+        # All matrices and embeddings, then zero biases.
+        std = config.init_std or (3 * config.n_embd) ** -0.5
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -364,12 +401,13 @@ class GPT(nn.Module):
         # the variance of the stream independent of the depth. modded-nanogpt starts them, and the head, at zero.
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
+                nn.init.normal_(p, std=std / math.sqrt(2 * config.n_layer))
             if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(p)
 
-        # A tied head would see the scale of the embedding, so there it stays.
-        if NORMS[config.norm].normalizes_embedding and not config.tied_head:
+        # A norm on the embedding undoes its scale, which then only sets how fast it learns: modded-nanogpt's standard
+        # deviation is 1. A tied head would see the scale, so there it stays.
+        if config.embedding_norm and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
     @classmethod
@@ -430,9 +468,32 @@ class GPT(nn.Module):
             cache.length = end
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., C)."""
-        return self.lm_head(self.transformer.ln_f(x))
+    def round_head(self, dtype: torch.dtype | None = None) -> Head:
+        """The head in the precision of its product: `dtype` or, without one, autocast's if that is on."""
+        weight = self.lm_head.weight
+        device_type = weight.device.type
+        if dtype is None and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        if dtype is None or dtype == weight.dtype:
+            return Head(weight, self.head_mean)
+
+        # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. What all rows of the weight share adds
+        # one number to all logits of a row, x @ mean: take it off before the cast rounds, and add it in float32.
+        mean = weight.float().mean(0)  # (V, C) -> (C,)
+        return Head((weight - mean).to(dtype), mean)
+
+    def finish(self, products: Tensor, shift: Tensor | None) -> Tensor:
+        """The logits (..., V) in float32 of the products and the shift of Head. All logits come from here, also those
+        of training, so what is done to them, as a soft-cap or a bias, stands here."""
+        logits = products.float()
+        return logits if shift is None else logits + shift[..., None]
+
+    def logits(self, x: Tensor, head: Head | None = None) -> Tensor:
+        """Logits (..., V), float32, of hidden states (..., C). head: what round_head returns, for whoever multiplies
+        the same head many times."""
+        head = head or self.round_head()
+        x = self.transformer.ln_f(x)
+        return self.finish(head.products(x), head.shift(x))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets.
@@ -440,13 +501,21 @@ class GPT(nn.Module):
         The loss is in nats per token. An untrained network gives all tokens about the same probability, so its loss is
         about ln(V). Targets of -100 are left out.
         """
-        # The loss stands here, in training/loss.py, which computes it in chunks for
-        # train_gpt2.py, in evaluation/multiple_choice.py, and in weights/modeling_gpt.py.
         logits = self.logits(self.hidden(idx))
         if targets is None:
             return logits, None
         # (B, T, V) -> (B * T, V), (B, T) -> (B * T,)
-        return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        losses = token_losses(logits.flatten(0, 1), targets.flatten())
+        return None, losses.sum() / (targets >= 0).sum()
+
+    def round_to(self, dtype: torch.dtype) -> "GPT":
+        """Round all weights to `dtype`, for inference only: a tied head is a copy then. Returns the model."""
+        with torch.no_grad():
+            head = self.round_head(dtype)
+        self.to(dtype)
+        self.lm_head.weight = nn.Parameter(head.weight)
+        self.head_mean = head.mean
+        return self
 
     def generate(
         self,

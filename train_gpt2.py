@@ -17,6 +17,7 @@ Under torchrun, every rank (process) executes this file, on its own share of eac
 
     cfg      every setting: the preset, changed by the flags (training/config.py)
     rt       this rank: its number, device and precision, and the collectives (system/distributed.py)
+    state    what a kill must not lose: step, weights, optimizers (training/state.py)
     trainer  the network, and what a step does with it: gradients and update (training/step.py)
 """
 
@@ -43,9 +44,9 @@ from system.distributed import Runtime
 from system.errors import TransientError
 from system.files import lock_folder
 from system.printing import print0
+from training.build import build_trainer
 from training.config import TrainConfig, settings_by_flag
 from training.schedule import set_learning_rates
-from training.step import Trainer
 
 
 def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
@@ -56,25 +57,21 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     # here on, cfg has the network that is trained, and rt the precision that all ranks have.
     run, saved = start.open_run(cfg, rt)
     cfg, rt, max_steps = run.cfg, run.rt, run.max_steps
-    step = run.start
     if saved and start.is_complete(run):
         path = shlex.quote(str(saved["model_file"]))
-        more = f"--resume {path} --max-steps {2 * step}, and another --out-dir"
-        print0(f"the run is complete at step {step}; to train on: python train_gpt2.py {more}")
+        more = f"--resume {path} --max-steps {2 * run.start}, and another --out-dir"
+        print0(f"the run is complete at step {run.start}; to train on: python train_gpt2.py {more}")
         return ""
 
-    plan.print_plan(cfg, rt, run.model, run.data, step, max_steps)
+    plan.print_plan(cfg, rt, run.model, run.data, run.start, max_steps)
 
-    # What can fail is tried before anything is compiled.
-    if rt.is_main:
-        plan.check_disk(cfg, run.model, step, max_steps)
-
-    # The model with all that updates it; from a checkpoint, the optimizers continue where they were.
+    # The model with all that updates it. From a checkpoint, the optimizers continue where they were.
     with spare_programs():  # [stop] a signal that came to the compiler, too, would be its end
-        trainer = Trainer(run.model, cfg, rt)
-    if saved:
-        start.load_state(saved, trainer)
+        trainer = build_trainer(run.model, cfg, rt, max_steps, saved)
     del saved  # it is mapped from its file
+    state = trainer.state
+    if rt.is_main:
+        plan.check_disk(cfg, state, max_steps)
 
     # The evaluations, the log and the checkpoints.
     evaluator = Evaluator(run, trainer)
@@ -84,20 +81,21 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
         plan.write_config(cfg, rt, max_steps)
 
     # This rank's batches: (micro_steps, B, T + 1) tokens for each step from here on. [speed] A thread reads ahead.
-    batches = run.data.batches(step, cfg.sequences_per_step, trainer.B, rt, cfg.overfit_single_batch)
+    batches = run.data.batches(run.start, run.sequences_before, trainer.B, rt, cfg.overfit_single_batch)
 
     stops = 0  # [stop] how many ranks were asked to stop
     with saver:  # [resume] joins the thread that writes, also if the run crashes
         while not stops:
+            step = state.step
             row: dict[str, Any] = {"step": step}  # becomes the line of metrics.jsonl for this step
 
             # [resume] Save before the evaluations: these take long, and a run killed meanwhile resumes from here.
             if step == max_steps or (step > run.start and is_due(step, cfg.save_every, max_steps)):
-                saver.save(step)
+                saver.save()
 
             # Step 0 evaluates the untrained network, and the last iteration ends before it trains.
-            row |= evaluator.measure(step, stop)
-            metrics.log_text(step, evaluator.sample_text(step))
+            row |= evaluator.measure(step, trainer.weights, stop)
+            metrics.log_text(step, evaluator.sample_text(step, trainer.weights))
             if step == max_steps:
                 metrics.write(row)
                 break
@@ -127,7 +125,7 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # [safety] A network with a weight that is not a number never recovers. This ends the run, and train.sh
                 # restarts it: an error of the hardware does not come again. The weights of now may be bad already, so
                 # they are saved, but every earlier checkpoint stays.
-                saver.finish(step, deletes_old=False)
+                saver.finish(deletes_old=False)
                 norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
                 fix = "if it comes again after a restart: a lower --max-lr with --allow-drift, or --dtype float32"
                 raise TransientError(f"step {step}: loss {loss}, {norms}; the update was refused; {fix}")
@@ -136,14 +134,15 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 
             row |= {"train_loss": loss, "lr": lr, "grad_norm": norm}
             metrics.log_step(row, time.perf_counter() - start_time, start_time - wait_time)
-            step += 1
-    saver.finish(step)
+            state.step += 1
+            state.sequences = run.sequences_before(state.step)
+    saver.finish()
 
     if stops:
-        print0(f"stopped by {stop.reason()} at step {step} of {max_steps}, saved in {cfg.run_dir}")
+        print0(f"stopped by {stop.reason()} at step {state.step} of {max_steps}, saved in {cfg.run_dir}")
         return stop.reason()
     if rt.is_main:
-        plan.print_result(cfg, run.start, step, stop.elapsed_s())
+        plan.print_result(cfg, run.start, state.step, stop.elapsed_s())
     return ""
 
 

@@ -51,8 +51,9 @@ from system.process import run_cli
 from system.settings import ArgumentParser
 from tokens import shards
 from training import muon, schedule
+from training.build import build_trainer
 from training.loader import Loader, to_device
-from training.step import Trainer
+from training.schedule import sequences_before
 
 
 class StepRecord(NamedTuple):
@@ -192,10 +193,10 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
     cfg, _ = parse(flags.split())
     torch.manual_seed(cfg.seed)
     model = GPT.from_state_dict(cfg.model, {name: torch.from_numpy(w.copy()) for name, w in state.items()})
-    trainer = Trainer(model, cfg, rt)
+    trainer = build_trainer(model, cfg, rt, cfg.max_steps)
 
     # The planted error.
-    for group in [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
+    for group in [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]:
         if plant == "rate":
             group["peak_lr"] *= 1.01
         if plant == "decay":
@@ -205,7 +206,7 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
 
     # The same loop as train_gpt2.py's, without saving and evaluating.
     data = Loader(folder / "edu_fineweb10B", "train", cfg.sequence_length, cfg.model.vocab_size, shuffle=False)
-    batches = data.batches(0, cfg.sequences_per_step, trainer.B, rt)
+    batches = data.batches(0, lambda step: sequences_before(step, cfg), trainer.B, rt)
     curve: Curve = []
     for step in range(cfg.max_steps):
         loss, norm = trainer.compute_gradients(next(batches))
@@ -243,7 +244,7 @@ def compare(
     flags = (
         f"{reference.flags} --model.n-layer {size.n_layer} --model.n-embd {size.n_embd} --sequence-length {size.T} "
         f"--model.vocab-size {size.vocab_size} --total-batch-size {size.tokens} --micro-batch-size {size.B} "
-        f"--max-steps {steps} --no-shuffle --no-compile --weights float32"
+        f"--max-steps {steps} --no-shuffle --no-compile --param-dtype float32"
     ).replace("{cooldown}", str(20 / steps))
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)

@@ -99,6 +99,7 @@ def run_peer(args: Namespace, name: str, steps: int) -> float:
     from lifecycle.command_line import parse
     from system import distributed
     from training.loader import Loader, to_device
+    from training.schedule import sequences_before
 
     # The module with its GPT and GPTConfig; of build-nanogpt's script, the part above its data and its loop.
     source = programs.read(args.peers, *PEER_FILES[name])
@@ -119,7 +120,7 @@ def run_peer(args: Namespace, name: str, steps: int) -> float:
         forward = torch.compile(model) if name.endswith("compiled") else model
 
         data = Loader(cfg.data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, shuffle=False)
-        batches = data.batches(0, cfg.sequences_per_step, int(cfg.micro_batch_size), rt)
+        batches = data.batches(0, lambda step: sequences_before(step, cfg), int(cfg.micro_batch_size), rt)
         for _ in range(steps):
             batch = next(batches)  # (micro_steps, B, T + 1)
             loss_sum = torch.zeros((), device=rt.device)

@@ -16,19 +16,18 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from model import ANY_LENGTH_KERNELS, GPT, GPTConfig
+from model import ANY_LENGTH_KERNELS, GPT, GPTConfig, Head, token_losses
 from system.distributed import Runtime
 from system.errors import UserError, explain_errors, require
 from system.printing import print0, progress_bar
 from tokens import tokenizer
-from training.config import HELLASWAG_DATA
-from training.loss import cast_head
+from training.config import HELLASWAG_DATA, TrainConfig
 
 NUM_ENDINGS = 4
 LABELS = ("0", "1", "2", "3")
@@ -142,7 +141,7 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
     losses = torch.zeros(len(texts), device=rt.device)
     with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
-        head = cast_head(model.lm_head.weight)
+        head = model.round_head()
         for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag"):
             ids, targets = make_batch([texts[i] for i in batch], model.config.block_size)
             losses[batch] = batch_losses(model, head, ids.to(rt.device), targets.to(rt.device))
@@ -151,25 +150,31 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     return rt.all_reduce(losses).cpu().view(-1, NUM_ENDINGS)
 
 
-def batch_losses(model: GPT, head: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
+def batch_losses(model: GPT, head: Head, ids: Tensor, targets: Tensor) -> Tensor:
     """Summed negative log-likelihood (N,) of the targets of each row, float32. ids, targets (N, T): as of make_batch.
-    head: its weight (V, C), cast once for all batches."""
+    head: rounded once for all batches."""
     # Logits are needed only where an ending is predicted. (N, T, C) -> (M, C), (N, T) -> (M,)
     in_ending = targets >= 0
-    hidden = model.transformer.ln_f(model.hidden(ids)[in_ending])
+    hidden = model.hidden(ids)[in_ending]
     ending_tokens = targets[in_ending]
 
     # The logits are 50,000 wide, so compute them for a part of the M targets at a time. (m, C) -> (m, V) -> (m,)
     at_once = 2_048 if ids.is_cuda else 128
-    token_losses = []
+    losses_of_chunks = []
     for hidden_chunk, target_chunk in zip(hidden.split(at_once), ending_tokens.split(at_once), strict=True):
-        logits = F.linear(hidden_chunk, head).float()
-        token_losses.append(F.cross_entropy(logits, target_chunk, reduction="none"))
+        losses_of_chunks.append(token_losses(model.logits(hidden_chunk, head), target_chunk))
 
     # Back to their places, then add up each row. (M,) -> (N, T) -> (N,)
     losses = torch.zeros(ids.shape, device=ids.device)
-    losses[in_ending] = torch.cat(token_losses)
+    losses[in_ending] = torch.cat(losses_of_chunks)
     return losses.sum(1)
+
+
+def checksum(cfg: TrainConfig) -> str:
+    """A text that changes with the rows that a run would score; one for all runs that score none."""
+    path = Path(cfg.hellaswag_data)
+    rows = path.read_bytes() if cfg.hellaswag_every and path.is_file() else b""
+    return f"{crc32(rows):08x}"
 
 
 def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime], dict] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from system.errors import UsageError
 from system.settings import ArgumentParser, add_flags, change
-from training.config import HELLASWAG_DATA, TrainConfig, has_mark
+from training.config import TrainConfig, has_mark
 from training.presets import DESCRIPTIONS, PRESETS
 from weights.checkpoint import read_train_state
 
@@ -79,8 +79,7 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
         if not preset:
             cfg = TrainConfig.from_dict(read_train_state(path)["config"])
             per_start: dict[str, Any] = {f.name: f.default for f in fields(cfg) if has_mark(f.name, "per_start")}
-            rows = cfg.hellaswag_data or HELLASWAG_DATA  # in older checkpoints "" is the default
-            cfg = replace(cfg, **per_start, hellaswag_data=rows)
+            cfg = replace(cfg, **per_start)
         cfg = replace(cfg, out_dir=str(path if path.is_dir() else path.parent))
     if "epochs" in typed and "max_steps" not in typed:
         cfg = replace(cfg, max_steps=0)

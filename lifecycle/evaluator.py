@@ -1,35 +1,36 @@
 """A run's evaluations: validation loss, HellaSwag and samples, each with its own period.
 
     evaluator = Evaluator(run, trainer)
-    row |= evaluator.measure(step, stop)
-    text = evaluator.sample_text(step)
+    row |= evaluator.measure(step, trainer.weights, stop)           # {"val_loss": ..., "hellaswag_acc": ...}
+    row |= evaluator.measure(step, average, stop, of="_ema")        # {"val_loss_ema": ..., ...}
+    text = evaluator.sample_text(step, trainer.weights)
 
-Called by train_gpt2.py between two steps. Nothing here changes the model, the gradients or the order of the data.
+Each is of the weights that it is given. Nothing here changes the weights, the gradients or the order of the data.
 """
 
-import math
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from evaluation import multiple_choice, reference
 from lifecycle.run import Run
-from lifecycle.start import describe_files
 from lifecycle.stop import StopRequest
 from model import Sampler, stream
 from system import distributed, machine
-from system.distributed import Runtime, check_weights_agree
+from system.distributed import Runtime
 from system.errors import require
-from system.printing import print0, printable, progress_bar
+from system.printing import print0, printable
 from tokens import sources, tokenizer
 from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
-from training.loader import Loader, to_device
-from training.loss import Forward
+from training.loader import Loader
+from training.loss import Loss
 from training.presets import PRESETS
+from training.state import swapped_weights
 from training.step import Trainer
+from training.validation import validate
 from weights.open_model import open_model
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
@@ -60,19 +61,28 @@ class Evaluator:
         has_text = tokenizer.has_gpt2_tokens(cfg.model.vocab_size)
         self.prompt = choose_prompt(cfg, run.val_data or run.data) if has_text else []
 
-    def measure(self, step: int, stop: StopRequest) -> dict[str, Any]:
-        """Measure and print what is due at this step: any of val_loss (with val_bpb, in bits per byte), hellaswag_acc
-        and hellaswag_acc_norm. Every rank must call it."""
+    def measure(self, step: int, weights: dict[str, Tensor], stop: StopRequest, of: str = "") -> dict[str, Any]:
+        """Measure and print what is due at this step, of these weights: any of val_loss (with val_bpb, in bits per
+        byte), hellaswag_acc and hellaswag_acc_norm. of: what these names end in, for other weights than the trainer's,
+        which alone are compared with public runs. Every rank must call it."""
+        with self.swapped(weights):
+            results = self._measure(step, stop, of)
+        return {name + of: value for name, value in results.items()}
+
+    def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager:
+        """The model computes with these weights."""
+        return nullcontext() if weights is self.trainer.weights else swapped_weights(self.run.model, weights)
+
+    def _measure(self, step: int, stop: StopRequest, of: str) -> dict[str, Any]:
         cfg, rt, val_data, max_steps = self.cfg, self.rt, self.run.val_data, self.run.max_steps
-        label = f"step {step:5d}/{max_steps}"
+        label = f"step {step:5d}/{max_steps}{of and f' {of}'}"
         results: dict[str, Any] = {}
 
         if val_data and is_due(step, cfg.val_every, max_steps):
-            check_weights_agree(rt, self.run.model.parameters(), step)
-            results = validate(self.trainer.forward, val_data, cfg, rt, self.trainer.B)
+            results = validate(self.trainer.loss, val_data, cfg, rt, self.trainer.B)
             print0(f"{label} | {describe_loss(results, val_data.T)}")
 
-            verdict = self.reference.judge(step, results["val_loss"]) if self.reference else None
+            verdict = self.reference.judge(step, results["val_loss"]) if self.reference and not of else None
             if verdict:
                 is_on_track, sentence = verdict
                 print0(sentence)
@@ -88,8 +98,8 @@ class Evaluator:
         return results
 
     @torch.no_grad()
-    def sample_text(self, step: int) -> str:
-        """If samples are due, continuations of the prompt; "" otherwise and on all ranks but 0."""
+    def sample_text(self, step: int, weights: dict[str, Tensor]) -> str:
+        """If samples are due, continuations of the prompt by these weights; "" otherwise and on all ranks but 0."""
         is_now = step > 0 and is_due(step, self.cfg.sample_every, self.run.max_steps)
         if not (self.rt.is_main and self.prompt and is_now):
             return ""
@@ -98,8 +108,8 @@ class Evaluator:
         # leaves the global generator alone.
         sampler = Sampler(generator=torch.Generator(self.rt.device).manual_seed(self.cfg.seed))
         idx = torch.tensor([self.prompt], device=self.rt.device)  # (1, T)
-        # Without autocast, whose bfloat16 rounds large logits too coarsely (training/loss.py: cast_head).
-        columns = [ids.tolist() for ids in stream(self.run.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES)]
+        with self.swapped(weights):
+            columns = [ids.tolist() for ids in stream(self.run.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES)]
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
         return "\n".join(f"--- step {step}, sample {i} of {len(texts)}\n{text}" for i, text in enumerate(texts, 1))
@@ -138,72 +148,10 @@ def choose_prompt(cfg: TrainConfig, data: Loader) -> list[int]:
     return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
 
-@cache
-def text_lengths() -> np.ndarray:
-    """How many bytes of text each id of GPT-2's vocabulary stands for; <|endoftext|> has none."""
-    lengths = np.zeros(2**16, np.int64)
-    for i in range(tokenizer.EOT):
-        lengths[i] = len(tokenizer.encoding().decode_single_token_bytes(i))
-    return lengths
-
-
 def describe_loss(results: dict[str, float], T: int) -> str:
     """What `validate` has returned, in sequences of T tokens."""
     bits = f" | bits per byte: {results['val_bpb']:.4f}" if "val_bpb" in results else ""
     return f"val loss: {results['val_loss']:.4f} | context: {T}{bits}"
-
-
-@torch.no_grad()
-def validate(forward: Forward, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> dict[str, float]:
-    """Measure the first val_tokens of the val split, or all of a smaller one. It does not depend on the number of
-    ranks, nor on B, the number of sequences in a forward pass. Returns
-
-        val_loss   mean cross-entropy, in nats per token
-        val_bpb    the same in bits per byte of text, which compares models of other vocabularies, whose tokens are
-                   longer or shorter; only with GPT-2's
-
-    All batches have one shape, so nothing is compiled twice: the last ones are padded with rows that the loss ignores.
-    With B = 2, two ranks and 9 sequences:
-
-        sequence    0 1 2 3 | 4 5 6 7 | 8
-        rank 0      0   2   | 4   6   | 8 padding
-        rank 1        1   3 |   5   7 | (skips this batch)
-
-    data: the val split. Every rank must call this.
-    """
-    # The first sequences of the split, in order. A stride is what all ranks together take at a time.
-    count = min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
-    sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
-    stride = B * rt.world_size
-    has_text = tokenizer.has_gpt2_tokens(data.vocab_size)
-
-    # The sum of the mean losses of all sequences, which are equally long, and the bytes of their targets. In float64
-    # thousands of batches are exact enough that the result does not depend on the number of ranks.
-    sums = torch.zeros(2, device=rt.device, dtype=torch.float64)
-    for i in progress_bar(range(0, count, stride), "validation"):
-        # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
-        own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
-        if len(own) == 0:
-            continue
-
-        # Pad to B rows, whose targets the loss ignores.
-        padded = np.zeros((B, data.T + 1), np.uint16)
-        padded[: len(own)] = own
-        x, y = to_device(torch.from_numpy(padded), rt.device)  # (B, T) each
-        y[len(own) :] = -100  # ignored by the loss, as in F.cross_entropy
-
-        # The mean over the rows that count.
-        with rt.autocast():
-            loss = forward(x, y)
-        sums[0] += loss.to(sums.dtype) * len(own)
-        if has_text:
-            sums[1] += int(text_lengths()[own[:, 1:]].sum())
-
-    loss_sum, text_bytes = rt.all_reduce(sums).tolist()
-    results = {"val_loss": loss_sum / count}
-    if text_bytes:
-        results["val_bpb"] = results["val_loss"] / math.log(2) / (text_bytes / (count * data.T))
-    return results
 
 
 def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
@@ -221,11 +169,12 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
     T = min(cfg.sequence_length, model.config.block_size)
     val_data = Loader(cfg.data_dir, "val", T, model.config.vocab_size)
-    rt.check_equal(describe_files(cfg, val_data), "give every machine the same files")
+    facts = {"the data": val_data.describe(), "the HellaSwag file": multiple_choice.checksum(cfg)}
+    rt.check_equal(facts, "give every machine the same files")
 
     # Validation loss. Not compiled: compiling would take longer than it saves.
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
-    results = validate(Forward(model, compiles=False), val_data, cfg, rt, B)
+    results = validate(Loss(model, compiles=False), val_data, cfg, rt, B)
     print0(f"{weights} on {cfg.data_dir}, in {machine.dtype_name(rt.dtype)} | {describe_loss(results, T)}")
     score_hellaswag = multiple_choice.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
     if score_hellaswag:

@@ -64,10 +64,10 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
-def best_step(run_dir: Path, steps: list[int]) -> int | None:
-    """Of these steps of a run the one with the lowest val loss; None if none was validated."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and row.get("val_loss")]
-    return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
+def best_step(run_dir: Path, steps: list[int], of: str = "val_loss") -> int | None:
+    """Of these steps of a run the one with the lowest val loss, or another measurement; None if none has it."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and row.get(of)]
+    return min(rows, key=itemgetter(of))["step"] if rows else None
 
 
 # ------------------------------------------------------------------------- writing
@@ -93,6 +93,7 @@ class MetricsLogger:
     def __init__(self, run: Run):
         """Every rank must make one."""
         cfg, rt, start = run.cfg, run.rt, run.start
+        self.run = run
         self.cfg, self.rt, self.start, self.max_steps = cfg, rt, start, run.max_steps
         self.flops_per_token = run.model.flops_per_token(cfg.sequence_length)
         self.peak_flops = total_peak_flops(rt)
@@ -110,13 +111,14 @@ class MetricsLogger:
 
         row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
-        tokens_per_second = self.cfg.total_batch_size / seconds
+        step, before = row["step"], self.run.sequences_before
+        tokens_per_second = (before(step + 1) - before(step)) * self.cfg.sequence_length / seconds
         mfu = tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
         row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
         row |= {"tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(row)
 
-        step, now = row["step"], time.monotonic()
+        now = time.monotonic()
         line = f"step {step:5d}/{self.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}"
         line += f" | norm: {row['grad_norm']:.4f} | dt: {seconds * 1e3:.2f}ms | tok/sec: {tokens_per_second:,.0f}"
         if mfu:
@@ -124,12 +126,12 @@ class MetricsLogger:
         # A disk that is slower than training; the first batch always takes a moment.
         if waited_s > max(0.01, 0.05 * seconds) and step > self.start:
             line += f" | waited for data: {waited_s * 1e3:.0f}ms"
-        # The mean time of all steps but the first, with the evaluations and saves between them.
+        # At the mean speed of all steps but the first, with the evaluations and saves between them.
         if step == self.start:
             self.first_step_time = now
         else:
-            step_s = (now - self.first_step_time) / (step - self.start)
-            line += f" | eta: {format_duration(step_s * (self.max_steps - step - 1))}"
+            done, to_do = before(step + 1) - before(self.start + 1), before(self.max_steps) - before(step + 1)
+            line += f" | eta: {format_duration((now - self.first_step_time) * to_do / done)}"
         if self.cfg.gpu_hour_usd:
             line += f" | cost: {format_cost(now - self.start_time, self.rt.world_size, self.cfg.gpu_hour_usd)}"
         print0(line)

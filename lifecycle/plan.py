@@ -1,12 +1,12 @@
 """The plan of a run: what it will do, take and cost, printed before it starts; and its result, at the end.
 
     print_plan(cfg, rt, model, data, step, max_steps)
-    check_disk(cfg, model, step, max_steps)
+    check_disk(cfg, trainer.state, max_steps)
     print_result(cfg, start, step, seconds)
     dry_run(cfg, rt)                                # --dry-run: measures a step on this machine
     print0(predict(cfg, "8xH100"))                  # --card 8xH100: needs no GPU and no data, and takes a second
 
-Called by train_gpt2.py. tests/test_plan.py compares the predictions with published runs.
+tests/test_plan.py compares the predictions with published runs.
 """
 
 import json
@@ -31,11 +31,13 @@ from system.files import atomic_write
 from system.printing import format_cost, format_duration, print0
 from tokens.shards import read_manifest
 from training import optim
+from training.build import build_trainer
 from training.config import TrainConfig
 from training.loader import Loader
 from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
-from training.step import Trainer
+from training.schedule import count_steps, sequences_at, sequences_before
+from training.state import State
 from weights.run_folder import complete_steps, model_path
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
@@ -53,14 +55,14 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, s
     print0(f"run        {cfg.preset}, in {cfg.run_dir}")
     print0(f"network    {model.num_params():,} parameters, a context of {cfg.model.block_size}; seed {cfg.seed}")
     print0(f"machine    {devices}, {machine.dtype_name(rt.dtype)}, torch {torch.__version__}")
-    print0(f"steps      {step:,} to {max_steps:,}, each of {cfg.total_batch_size:,} tokens")
+    print0(f"steps      {step:,} to {max_steps:,}, each of {sequences_at(step, cfg) * cfg.sequence_length:,} tokens")
     if cfg.warmup_steps > max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
     if data is None:
         print0(f"data       {cfg.data_dir}: this folder does not exist yet")
         return
     epoch_tokens = data.order.sequences_per_epoch * data.T  # of whole sequences
-    epochs = max_steps * cfg.total_batch_size / epoch_tokens
+    epochs = sequences_before(max_steps, cfg) * data.T / epoch_tokens
     print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.files)} shards, read {epochs:.2f} times")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
@@ -73,17 +75,17 @@ def describe_devices(names: list[str]) -> str:
     return " + ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def check_disk(cfg: TrainConfig, model: GPT, step: int, max_steps: int) -> None:
-    """Raise UserError, before anything is paid for, if the disk has no room for the checkpoints that are still to come
-    after `step`. For rank 0."""
+def check_disk(cfg: TrainConfig, state: State, max_steps: int) -> None:
+    """Raise UserError, before a step is paid for, if the disk has no room for the checkpoints that are still to come
+    after the state's step. For rank 0."""
     # A run always saves at its end. --save-every adds saves; --keep deletes all but these, the best, and the one that
     # is being written. A resumed run has some of them already.
-    saves = math.ceil(max_steps / cfg.save_every) - step // cfg.save_every if cfg.save_every else 1
+    saves = math.ceil(max_steps / cfg.save_every) - state.step // cfg.save_every if cfg.save_every else 1
     if cfg.keep:
         saves = min(saves, max(1, cfg.keep + 2 - len(complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    size = 4 * model.num_params() + optim.state_bytes(model, cfg)
+    size = state.num_bytes()
     free = shutil.disk_usage(cfg.run_dir).free
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 1, a larger --save-every or another --out-dir"
@@ -120,12 +122,12 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     cfg = replace(cfg, model=model.config)
     has_data = Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch)
     data = open_data(cfg)[0] if has_data else None
-    max_steps = cfg.total_steps(data.order.sequences_per_epoch if data else 0)
+    max_steps = count_steps(cfg, data.order.sequences_per_epoch if data else 0)
     rt = distributed.choose_precision(rt, cfg.dtype)
     saved = find_checkpoint(cfg) if cfg.resume != "none" else None
     first_step = saved["step"] if saved else 0
     print_plan(cfg, rt, model, data, first_step, max_steps)
-    trainer = Trainer(model, cfg, rt)
+    trainer = build_trainer(model, cfg, rt, max_steps)
     B, T = trainer.B, cfg.sequence_length
 
     # Steps of one and of two micro-steps, as a whole one may take minutes. What the second adds is a micro-step; the
@@ -142,12 +144,12 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
         rt.synchronize()
         seconds[count] = min(seconds[count], time.perf_counter() - start_time)
 
-    micro_steps = cfg.sequences_per_step // rt.world_size // B
+    micro_steps = sequences_at(first_step, cfg) // rt.world_size // B
     micro_s = min(seconds[1], seconds[2] - seconds[1])  # noise may make the difference too large
     step_s = seconds[1] + (micro_steps - 1) * micro_s
     peak_gb = machine.peak_memory(rt.device) / 2**30
     print0(f"dry run: peak memory per rank {peak_gb:.1f} GiB; {micro_steps} micro-steps of {micro_s * 1e3:,.0f} ms")
-    print0(describe_speed(cfg, model, step_s, max_steps - first_step, rt.world_size, total_peak_flops(rt)))
+    print0(describe_speed(cfg, model, step_s, first_step, max_steps, rt.world_size, total_peak_flops(rt)))
 
 
 def predict(cfg: TrainConfig, card: str) -> str:
@@ -159,7 +161,6 @@ def predict(cfg: TrainConfig, card: str) -> str:
     is_known = not is_network_from_init(cfg) or cfg.init_from == PRESETS[cfg.preset].init_from
     require(is_known, f"--card does not open --init-from {cfg.init_from}; say --model.n-layer, --model.n-embd")
     cards = find_cards(card)
-    divisors_of_share(cfg, len(cards))  # what a run on these cards would refuse
     model = GPT.without_memory(cfg.model)
     fix = "measure it there: --dry-run"
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
@@ -168,6 +169,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
     published = next((run.max_steps for run in read_references() if run.preset == cfg.preset), 0)
     max_steps = cfg.max_steps or cfg.epochs * (cfg.steps_per_epoch or published)
     require(max_steps, f"how many steps {cfg.preset} takes depends on the data; say --max-steps")
+    divisors_of_share(cfg, len(cards), max_steps)  # what a run on these cards would refuse
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1
     state_bytes = optim.state_bytes(model, cfg, optimizer_shards)
@@ -175,7 +177,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
     gb = min(CARDS[name].gb for name in cards)
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
-    speed = describe_speed(cfg, model, predict_step_s(cfg, cards), max_steps, len(cards), peak_flops)
+    speed = describe_speed(cfg, model, predict_step_s(cfg, cards), 0, max_steps, len(cards), peak_flops)
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
@@ -185,9 +187,10 @@ def predict(cfg: TrainConfig, card: str) -> str:
 
 
 def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
-    """Seconds of a step on these GPUs, by their names in CARDS. They share the step evenly, and wait for the slowest;
-    what they send each other is taken to be hidden behind the backward pass."""
-    flops = cfg.total_batch_size * GPT.without_memory(cfg.model).flops_per_token(cfg.sequence_length)
+    """Seconds of the first step on these GPUs, by their names in CARDS. They share the step evenly, and wait for the
+    slowest; what they send each other is taken to be hidden behind the backward pass."""
+    tokens = sequences_at(0, cfg) * cfg.sequence_length
+    flops = tokens * GPT.without_memory(cfg.model).flops_per_token(cfg.sequence_length)
     slowest = min(1e12 * CARDS[name].tflops * CARDS[name].mfu for name in cards)
     seconds = flops / (len(cards) * slowest)
     if cfg.recompute:
@@ -195,15 +198,19 @@ def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
     return seconds if cfg.compile else seconds / EAGER_SPEED
 
 
-def describe_speed(cfg: TrainConfig, model: GPT, step_s: float, steps: int, gpus: int, peak_flops: float | None) -> str:
-    """The speed, length and price of a run whose steps take `step_s` seconds. peak_flops: of all GPUs, if known."""
-    tokens_per_second = cfg.total_batch_size / step_s
+def describe_speed(
+    cfg: TrainConfig, model: GPT, step_s: float, step: int, max_steps: int, gpus: int, peak_flops: float | None
+) -> str:
+    """The speed, length and price of a run from `step` on, which takes `step_s` seconds. peak_flops: of all GPUs, if
+    known."""
+    sequences_per_second = sequences_at(step, cfg) / step_s
+    tokens_per_second = sequences_per_second * cfg.sequence_length
     mfu = "unknown"
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
-    total_s = steps * step_s
+    total_s = (sequences_before(max_steps, cfg) - sequences_before(step, cfg)) / sequences_per_second
     cost = f"; {format_cost(total_s, gpus, cfg.gpu_hour_usd)}" if cfg.gpu_hour_usd else ""
     return (
         f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
-        f"{steps:,} steps take {format_duration(total_s)}{cost}"
+        f"{max_steps - step:,} steps take {format_duration(total_s)}{cost}"
     )

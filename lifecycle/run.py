@@ -14,6 +14,7 @@ from model import GPT
 from system.distributed import Runtime
 from training.config import TrainConfig
 from training.loader import Loader
+from training.schedule import sequences_before
 
 
 @dataclass(frozen=True)
@@ -27,4 +28,10 @@ class Run:
     val_data: Loader | None  # None if the run does not validate
     data_id: str  # Loader.fingerprint of the data
     start: int  # the step that it starts or resumes at
+    sequences: int  # that have been read by then
     max_steps: int
+
+    def sequences_before(self, step: int) -> int:
+        """How many sequences of the data come before a step, from `start` on: after those that have been read, whatever
+        batch they were read in."""
+        return self.sequences + sequences_before(step, self.cfg) - sequences_before(self.start, self.cfg)

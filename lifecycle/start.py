@@ -2,10 +2,8 @@
 the run that made it.
 
     run, saved = open_run(cfg, rt)              # decides all of it, from top to bottom
-    load_state(saved, trainer)
-    state = train_state(run, step, trainer)     # what the next resume loads
 
-Called by train_gpt2.py. A resumed run gives the same bits as a run that was never stopped. Settings, data or a network
+A resumed run gives the same bits as a run that was never stopped. Settings, data or a network
 that would change its result are refused, and so are ranks that would train different runs; another version of torch or
 of the code is announced.
 """
@@ -14,32 +12,29 @@ import os
 import shlex
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 
+from evaluation import multiple_choice
 from lifecycle.metrics import read_step
 from lifecycle.run import Run
 from model import GPT
 from system import distributed, machine
 from system.distributed import Runtime
-from system.errors import UserError, explain_errors, require
+from system.errors import UserError, require
 from system.printing import print0
 from tokens.shards import find_shards
-from training import optim
 from training.config import TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
 from training.loader import Loader
-from training.microbatch import explain_out_of_memory
 from training.presets import is_network_from_init
-from training.step import Trainer
+from training.schedule import count_steps
 from weights import checkpoint, run_folder
 from weights.open_model import open_model
 
 
 def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]:
-    """Everything that a run starts from, and the train state to continue from (load_state), or None for a new run.
+    """Everything that a run starts from, and the train state to continue from (State.load), or None for a new run.
     Raises UserError if it cannot start so, or if the ranks did not find the same. Every rank must call it."""
     # The checkpoint, then the data: missing data are reported before any weights are downloaded.
     saved = find_checkpoint(cfg)
@@ -63,8 +58,8 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
 
     # Nothing that would change the result in silence.
     data, val_data = open_data(cfg)
-    max_steps = cfg.total_steps(data.order.sequences_per_epoch)
-    check_ranks_agree(cfg, rt, saved, data)
+    max_steps = count_steps(cfg, data.order.sequences_per_epoch)
+    check_ranks_agree(cfg, rt, saved, data, max_steps)
     if saved:
         check_changes(cfg, saved, data, max_steps)
 
@@ -76,8 +71,8 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
         print0(f"{cfg.run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are in {kept}")
 
     rt = distributed.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
-    start = saved["step"] if saved else 0
-    return Run(cfg, rt, model, data, val_data, data.fingerprint(), start, max_steps), saved
+    start, sequences = (saved["step"], saved["sequences"]) if saved else (0, 0)
+    return Run(cfg, rt, model, data, val_data, data.fingerprint(), start, sequences, max_steps), saved
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -156,10 +151,11 @@ def check_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader, max_ste
         refused[what] = as_flag("data_dir", old.data_dir)
     if refused:
         problem = f"the checkpoint of step {step} was made with other settings: {'; '.join(refused)}"
-        is_network = old.model != cfg.model
-        go_on = "" if is_network else "; to go on with the new ones: --allow-drift"
+        # Of another network or optimizer the checkpoint has no state.
+        can_go_on = old.model == cfg.model and old.optimizer == cfg.optimizer
+        go_on = "; to go on with the new ones: --allow-drift" if can_go_on else ""
         fix = f"to restore them: {' '.join(refused.values())}{go_on}"
-        require(cfg.allow_drift and not is_network, f"{problem}; {fix}")
+        require(cfg.allow_drift and can_go_on, f"{problem}; {fix}")
         print0(f"resume: {problem}")
 
     # Other software rounds otherwise.
@@ -180,56 +176,20 @@ def is_complete(run: Run) -> bool:
 # ------------------------------------------------------------------------- the ranks
 
 
-def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, data: Loader) -> None:
+def check_ranks_agree(
+    cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, data: Loader, max_steps: int
+) -> None:
     """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
     Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
     wait for each other in different evaluations. Every rank must call it."""
     facts = {
         "the step to resume from": str(saved["step"]) if saved else "none",
-        "the number of steps": str(cfg.total_steps(data.order.sequences_per_epoch)),
+        "the number of steps": str(max_steps),
         "the network": str(cfg.model),
-        **describe_files(cfg, data),
+        "the data": data.describe(),
+        "the HellaSwag file": multiple_choice.checksum(cfg),
     }
     # Other cards round otherwise. With ZeRO-1 each weight is updated by one rank, which sends it to the others.
     if cfg.zero_stage != 1:
         facts["the card"] = machine.device_name(rt.device)
     rt.check_equal(facts, "give every machine the same files and flags, and --zero-stage 1 if the cards are not alike")
-
-
-def describe_files(cfg: TrainConfig, data: Loader) -> dict[str, str]:
-    """The shards and HellaSwag rows that this rank has found, as short texts that differ if the files do."""
-    shards = f"{data.fingerprint()} ({len(data.files)} shards, {sum(file.tokens for file in data.files):,} tokens)"
-    path = Path(cfg.hellaswag_data)
-    rows = path.read_bytes() if cfg.hellaswag_every and path.is_file() else b""
-    return {"the data": shards, "the HellaSwag file": f"{crc32(rows):08x}"}
-
-
-# ------------------------------------------------------------------------- the state of a run
-
-
-def train_state(run: Run, step: int, trainer: Trainer) -> dict[str, Any]:
-    """What resuming needs besides the weights, as copies in host memory; the optimizers are rank 0's alone. Every rank
-    must call it.
-
-    There are no random states: after the initialization nothing draws from torch's global generators.
-    """
-    return {
-        "step": step,
-        "max_steps": run.max_steps,
-        "data": run.data_id,
-        "optimizers": [optim.copy_state(optimizer, run.rt) for optimizer in trainer.optimizers],
-        "scaler": trainer.scaler.state_dict(),
-        "dtype": machine.dtype_name(run.rt.dtype),
-        "config": run.cfg.to_dict(),
-        "versions": machine.versions(),
-    }
-
-
-def load_state(saved: dict[str, Any], trainer: Trainer) -> None:
-    """Load what train_state returned. Raises UserError if the state does not fit."""
-    problem = f"the train state of step {saved['step']} does not fit this run"
-    fix = "start a new run from its weights with --init-from"
-    with explain_out_of_memory(trainer.rt), explain_errors(problem, fix):
-        optim.load_state(trainer.optimizers, saved["optimizers"])
-        if saved["scaler"]:
-            trainer.scaler.load_state_dict(saved["scaler"])

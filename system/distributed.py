@@ -176,16 +176,21 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
     return replace(rt, dtype=getattr(torch, chosen))
 
 
-def weight_checksum(parameters: Iterable[Tensor]) -> str:
-    """A text that changes with any bit of these weights."""
-    crc = 0
-    for p in parameters:
-        crc = crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
-    return str(crc)
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that changes with any bit of these tensors, and if two of their elements change places. It is computed
+    where they are."""
+    found = []
+    for t in tensors:
+        bits = t.detach().contiguous().view(-1).view(torch.int32 if t.element_size() >= 4 else torch.uint8)
+        # The sums of all rows and of all columns, each times its number. Integers wrap around, and are exact.
+        rows, rest = bits[: len(bits) // 4096 * 4096].view(-1, 4096), bits[len(bits) // 4096 * 4096 :]
+        for sums in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest.to(torch.int64)):
+            found.append(int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()))
+    return crc32(repr(found).encode())
 
 
-def check_weights_agree(rt: Runtime, parameters: Iterable[Tensor], step: int) -> None:
-    """Raise TransientError on every rank unless all have the same weights. Every rank must call it.
+def check_tensors_agree(rt: Runtime, named: dict[str, list[Tensor]], step: int) -> None:
+    """Raise TransientError on every rank unless all have the same tensors under these names. Every rank must call it.
 
     DDP averages gradients, but never compares the weights: if these differ, the ranks train different models, of which
     only rank 0's would be saved.
@@ -193,5 +198,5 @@ def check_weights_agree(rt: Runtime, parameters: Iterable[Tensor], step: int) ->
     # A single rank has nothing to compare with.
     if rt.world_size > 1:
         fix = "--resume auto continues from the newest checkpoint; if it comes again, test the memory of that card"
-        facts = {f"the checksum of the weights at step {step}": weight_checksum(parameters)}
+        facts = {f"the checksum of {name} at step {step}": str(checksum(tensors)) for name, tensors in named.items()}
         rt.check_equal(facts, fix, TransientError)

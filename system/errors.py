@@ -36,7 +36,7 @@ TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errn
 
 
 @contextmanager
-def explain_errors(problem: str, fix: str) -> Iterator[None]:
+def explain_errors(problem: str, fix: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn whatever is raised in this block into a UserError with its words, unless it is not the fault of a file. For
     files that may come from anywhere: the libraries that read them raise a dozen kinds of errors for damaged ones."""
     try:

@@ -29,7 +29,7 @@ def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWr
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
     best = best_step(folder, run_folder.complete_steps(folder))
-    writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "optimizers": [torch.ones(3)]}, best)
+    writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "parts": {"adamw": torch.ones(3)}}, best)
     writer.finish()
 
 
@@ -46,7 +46,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
     model = GPT(config)
     saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(7, checkpoint.model_file(model, 7), {"step": 7, "optimizers": [torch.ones(3)]})
+    writer.save(7, checkpoint.model_file(model, 7), {"step": 7, "parts": {"adamw": torch.ones(3)}})
     with torch.no_grad():
         model.lm_head.weight.zero_()
     writer.finish()
@@ -58,7 +58,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
 
     for path in (tmp_path, tmp_path / "model_00007.pt", tmp_path / "optim_00007.pt"):
         state = checkpoint.read_train_state(path)
-        assert state["step"] == 7 and torch.equal(state["optimizers"][0], torch.ones(3))
+        assert state["step"] == 7 and torch.equal(state["parts"]["adamw"], torch.ones(3))
         assert state["model_file"] == tmp_path / "model_00007.pt"
 
     # A tied head is stored once.

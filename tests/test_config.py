@@ -18,6 +18,7 @@ from system.errors import UsageError, UserError
 from training import optim
 from training.config import TrainConfig, flag, settings_by_flag
 from training.presets import DESCRIPTIONS, PRESETS
+from training.schedule import count_steps
 
 GPT2, QUICKSTART = PRESETS["gpt2-124m"], PRESETS["quickstart"]
 SAVED = replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict()
@@ -73,10 +74,11 @@ RECIPES = {
     # modded-nanogpt record 8
     "record8-124m": """
         model.n_layer=12 model.n_head=6 model.n_embd=768 model.head_size=128 model.bias=False model.tied_head=False
-        model.norm=rmsnorm model.positions=rope model.activation=relu2 model.qk_norm=True
+        model.norm=rmsnorm model.embedding_norm=True model.init_std=0.0 model.positions=rope model.qk_norm=True
+        model.activation=relu2
         model.zero_init_projections=True total_steps=4578 total_batch_size=524288 warmup_steps=0
         schedule=trapezoid cooldown_steps=1308 optimizer=muon muon_lr=0.02 muon_momentum=0.95 max_lr=0.002
-        embed_lr=0.3 weight_decay=0 grad_clip=0 min_lr=0 betas=(0.9,0.95) weights=bfloat16
+        embed_lr=0.3 weight_decay=0 grad_clip=0 min_lr=0 betas=(0.9,0.95) param_dtype=bfloat16
         zero_stage=1""",
 }  # fmt: skip
 
@@ -85,7 +87,7 @@ RECIPES = {
 def test_presets_have_the_numbers_of_their_recipes(name):
     cfg = PRESETS[name]
     derived = {
-        "total_steps": cfg.total_steps(10_300_000_000 // 1024),
+        "total_steps": count_steps(cfg, 10_300_000_000 // 1024),
         "embed_lr": round(cfg.max_lr * cfg.embed_lr_scale, 9),
         "cooldown_steps": round(cfg.cooldown * cfg.max_steps),
         "betas": str(optim.OPTIMIZERS["adamw"].arguments["betas"]).replace(" ", ""),
@@ -177,7 +179,7 @@ def test_resume_brings_the_saved_config_and_its_folder(tmp_path):
 ])  # fmt: skip
 def test_steps_follow_from_max_steps_epochs_or_data(words, steps):
     """Of 1,000 sequences an epoch."""
-    assert parse_words(words).total_steps(1000) == steps
+    assert count_steps(parse_words(words), 1000) == steps
 
 
 # ------------------------------------------------------------------------- values
@@ -213,7 +215,7 @@ TABLES = {
     "norm": "model.NORMS",
     "activation": "model.ACTIVATIONS",
     "dtype": "torch.__dict__",
-    "weights": "torch.__dict__",
+    "param_dtype": "torch.__dict__",
 }
 
 
@@ -230,17 +232,23 @@ def test_every_choice_has_its_entry(config_class):
 
 
 def test_the_config_of_an_older_run_keeps_its_meaning(saved):
-    """Settings that are gone had their values of "off", some values had another name, and newer settings are absent."""
+    """Settings that this version does not know were off, and newer settings are absent."""
     off = {"attention_scale": 0.0, "head_bias": False, "softcap": 0.0}
-    gone = {"beta1": 0.9, "newton_schulz": "fast", "skip_bad_steps": 2, "dry_run": True, "eval_only": False, "card": ""}
-    saved |= gone | {"model": saved["model"] | off, "micro_batch_size": "auto", "hellaswag_data": ""}
+    saved |= {"beta3": 0.0, "card": "", "model": saved["model"] | off, "micro_batch_size": "auto"}
     saved |= {"allow_drift": True, "time_limit": "1h", "compile": False, "keep": 7}  # the first three are of one start
     del saved["zero_stage"]
     assert parse_words("--resume log/q") == replace(QUICKSTART, seed=7, keep=7, out_dir="log", resume="log/q")
 
-    saved["model"] = saved["model"] | {"value_tables": 3}
-    with pytest.raises(UserError, match="value_tables"):
-        parse_words("--resume log/q")
+    for part in (saved["model"], saved):
+        part["value_tables"] = 3
+        with pytest.raises(UserError, match="value_tables"):
+            parse_words("--resume log/q")
+        del part["value_tables"]
+
+
+def test_rmsnorm_of_an_older_model_is_of_the_embedding_too():
+    older = {"n_head": 4, "norm": "rmsnorm"}
+    assert GPTConfig.from_dict(older).embedding_norm and not GPTConfig.from_dict({"n_head": 4}).embedding_norm
 
 
 def test_ranks_share_all_settings_but_local_ones():

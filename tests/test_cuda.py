@@ -19,7 +19,7 @@ from networks import NETWORKS, make_network
 from processes import start
 
 import train_gpt2
-from training.loss import Forward
+from training.loss import Loss
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 COMPILED = [word for word in TINY_FLAGS if word != "--no-compile"]
@@ -69,11 +69,11 @@ def compare_head():
         model.to(DEVICE, torch.bfloat16)
         batch = torch.randint(50257, (2, 4, 64), device=DEVICE)
         found = []
-        for forward in (model, Forward(model, compiles=False), Forward(model, compiles=True)):
+        for forward in (model, Loss(model, compiles=False), Loss(model, compiles=True)):
             model.zero_grad()
             with torch.autocast(DEVICE, torch.bfloat16):
                 assert model.hidden(batch[0]).dtype == torch.bfloat16
-                loss = forward(*batch)[1] if forward is model else forward(*batch)
+                loss = forward(*batch)[1 if forward is model else 0]
             loss.backward()
             gradient = model.lm_head.weight.grad.float()
             found.append((loss.detach(), gradient))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from system import distributed, printing
-from system.distributed import weight_checksum
+from system.distributed import checksum
 from system.errors import TransientError, UserError
 
 
@@ -34,7 +34,7 @@ def talk() -> None:
         with pytest.raises(UserError, match=named):
             rt.check_equal(settings, "fix it")
         with pytest.raises(TransientError):
-            distributed.check_weights_agree(rt, [torch.tensor([rt.rank])], 5)
+            distributed.check_tensors_agree(rt, {"weights": [torch.tensor([rt.rank])]}, 5)
 
         time.sleep(0.3 * rt.rank)
         came = time.time()
@@ -69,7 +69,7 @@ def test_tasks_without_torchrun_are_refused(variables, is_refused):
 
 def test_a_checksum_changes_with_any_bit():
     weights = [torch.ones(5, 7), torch.zeros(3, 4)]
-    before = weight_checksum(weights)
-    assert weight_checksum([w.clone() for w in weights]) == before != weight_checksum(weights[::-1])
+    before = checksum(weights)
+    assert checksum([w.clone() for w in weights]) == before != checksum(weights[::-1])
     weights[1][1, 2] = 1e-45
-    assert weight_checksum(weights) != before
+    assert checksum(weights) != before

@@ -19,8 +19,9 @@ from system.errors import UserError
 from tokens import shards
 from tokens.tokenizer import EOT, encoding
 from training.loader import Loader
-from training.loss import Forward
+from training.loss import Loss
 from training.presets import PRESETS
+from training.validation import validate
 from weights import checkpoint
 from weights.run_folder import complete_steps
 
@@ -44,7 +45,7 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data, monkeypat
     monkeypatch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
     for world_size, B in ((1, 4), (3, 2), (2, 64)):
         ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
-        parts = [evaluator.validate(Forward(model, compiles=False), data, cfg, rt, B) for rt in ranks]
+        parts = [validate(Loss(model, compiles=False), data, cfg, rt, B) for rt in ranks]
         assert sum(part["val_loss"] for part in parts) == pytest.approx(expected.item(), rel=1e-5)
         assert "val_bpb" not in parts[0]  # these are no ids of text
 
@@ -58,7 +59,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
     data = Loader(tmp_path, "val", 8, 50257)
     cfg = replace(PRESETS["gpt2-124m"], val_tokens=1024)
 
-    found = evaluator.validate(lambda x, y: torch.tensor(3.0), data, cfg, CPU, 2)
+    found = validate(lambda x, y: (None, torch.tensor(3.0)), data, cfg, CPU, 2)
 
     count = len(tokens[:-1]) // 8 * 8
     read = encoding().decode_bytes([token for token in tokens[1 : count + 1] if token != EOT])
@@ -95,11 +96,13 @@ def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, monkeyp
     monkeypatch.setattr(evaluator, "validate", lambda *args: {"val_loss": 9.0})
     monkeypatch.setattr(evaluator, "choose_prompt", lambda *args: [])
     data = SimpleNamespace(T=1024)
-    run = Run(cfg, CPU, GPT.without_memory(cfg.model), data, data, "", 0, 19_073)
+    run = Run(cfg, CPU, GPT.without_memory(cfg.model), data, data, "", 0, 0, 19_073)
 
-    found = evaluator.Evaluator(run, SimpleNamespace(forward=None, B=4))
+    trainer = SimpleNamespace(loss=None, B=4, weights={})
 
-    assert found.measure(500, StopRequest()) == {"val_loss": 9.0}
+    found = evaluator.Evaluator(run, trainer).measure(500, trainer.weights, StopRequest())
+
+    assert found == {"val_loss": 9.0}
     output = capsys.readouterr().out
     assert said in output and ("off track" in output) == (said == "off track")
 

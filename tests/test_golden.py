@@ -38,7 +38,7 @@ GOLDEN = ROOT / "tests" / "golden.json"
 # A preset at a size of its own, and without what a CPU of another kind rounds otherwise; its rate is high at once.
 TOY = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
 --init-from scratch --sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 4 --warmup-steps 1
---val-tokens 1024 --val-every 2 --hellaswag-every 0 --no-compile --dtype float32 --weights float32"""
+--val-tokens 1024 --val-every 2 --hellaswag-every 0 --no-compile --dtype float32 --param-dtype float32"""
 
 RUNS = {f"preset {name}": [name, *TOY.split()] for name in PRESETS}
 for field in ("optimizer", "schedule"):

@@ -23,7 +23,7 @@ def make_logger(folder, start_step=0, tracker="none", rt=CPU) -> MetricsLogger:
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd", "20")
     # Not by its flag, which wants the tracker's package.
-    return MetricsLogger(Run(replace(cfg, tracker=tracker), rt, GPT(SMALL), None, None, "", start_step, 7209))
+    return MetricsLogger(Run(replace(cfg, tracker=tracker), rt, GPT(SMALL), None, None, "", start_step, 0, 7209))
 
 
 # ------------------------------------------------------------------------- metrics.jsonl

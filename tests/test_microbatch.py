@@ -38,7 +38,7 @@ class Card:
     def choose(self, sequences=512, rt=GPU, micro_batch_size="auto"):
         """The micro-batch for steps of `sequences`."""
         size = {"total_batch_size": 1024 * sequences, "micro_batch_size": micro_batch_size}
-        return microbatch.choose_micro_batch_size(replace(PRESETS["gpt2-124m"], **size), rt, UNCOMPILED, 2**30)
+        return microbatch.choose_micro_batch_size(replace(PRESETS["gpt2-124m"], **size), rt, UNCOMPILED, 2**30, 10)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
 
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
 def test_a_cpu_takes_a_size_that_surely_fits(preset, B):
-    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, UNCOMPILED, 0) == B
+    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, UNCOMPILED, 0, 10) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():

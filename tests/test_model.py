@@ -52,7 +52,7 @@ def plain_logits(model: GPT, idx: torch.Tensor) -> torch.Tensor:
         return rotate(norm(x) if config.qk_norm else x)
 
     x = weights["wte.weight"][idx]
-    if config.norm != "layernorm":
+    if config.embedding_norm:
         x = norm(x, "ln_0")
     if config.positions == "learned":
         x = x + weights["wpe.weight"][:T]
@@ -96,8 +96,11 @@ def test_parameters_and_flops_are_the_published_ones():
 
 @pytest.mark.parametrize("options, wte, inside, projection, head", [
     ({}, 0.02, 0.02, 0.02 / 4, 0.02),  # sqrt(2 * 8) = 4
-    ({"norm": "rmsnorm"}, 0.02, 0.02, 0.02 / 4, 0.02),  # the head shares the embedding's weights
-    ({"norm": "rmsnorm", "tied_head": False, "zero_init_projections": True}, 1, (3 * 256) ** -0.5, 0, 0),
+    ({"embedding_norm": True}, 0.02, 0.02, 0.02 / 4, 0.02),  # the head shares the embedding's weights
+    ({"embedding_norm": True, "tied_head": False}, 1, 0.02, 0.02 / 4, 0.02),
+    ({"tied_head": False, "zero_init_projections": True}, 0.02, 0.02, 0, 0),
+    ({"init_std": 0.1}, 0.1, 0.1, 0.1 / 4, 0.1),
+    ({"init_std": 0.0}, (3 * 256) ** -0.5, (3 * 256) ** -0.5, (3 * 256) ** -0.5 / 4, (3 * 256) ** -0.5),
 ])  # fmt: skip
 def test_initial_weights_are_those_of_the_recipes(options, wte, inside, projection, head):
     torch.manual_seed(0)
@@ -130,6 +133,7 @@ def test_norms_keep_the_precision_of_their_input(monkeypatch):
 @pytest.mark.parametrize("change, named", [
     ({"norm": "new"}, "norm 'new'"), ({"activation": "new"}, "activation 'new'"), ({"positions": "new"}, "positions"),
     ({"n_layer": 0}, "n_layer 0"), ({"n_head": 3}, "n_head 3"), ({"positions": "rope", "n_embd": 36}, "9"),
+    ({"init_std": -1.0}, "init_std -1"),
 ])  # fmt: skip
 def test_a_network_that_cannot_be_is_refused(change, named):
     with pytest.raises(ValueError, match=named):

@@ -20,14 +20,14 @@ def test_muon_is_torchs_for_each_matrix(monkeypatch):
     of an MLP as one, though it is three times as tall as wide."""
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)  # torch's Muon takes bfloat16 on any machine
     torch.manual_seed(0)
-    settings = {"lr": 0.02, "momentum": 0.9}
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.5}
 
     # This project's Muon takes the parameters as they are, torch's each matrix as a parameter of its own.
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape, _ in MATRICES]
-    parameters[0].matrix_rows = (16, 16, 16)  # as Attention marks it
     matrices = [torch.nn.Parameter(matrix) for matrix in split_matrices(parameters)]
-    optimizer = muon.Muon([{"params": parameters}], **settings)
-    reference = torch.optim.Muon([{"params": matrices, "weight_decay": 0.0}], **settings)
+    groups = [{"params": parameters[:1], "matrix_rows": (16, 16, 16)}, {"params": parameters[1:]}]
+    optimizer = muon.Muon(groups, **settings)
+    reference = torch.optim.Muon([{"params": matrices}], **settings)
 
     for _ in range(3):
         for p in parameters:

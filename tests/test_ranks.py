@@ -36,6 +36,8 @@ from system import distributed, machine
 from system.distributed import Runtime
 from tokens import shards
 from training import optim
+from training.build import build_trainer
+from training.state import is_sharded
 from weights import checkpoint, run_folder
 
 # ------------------------------------------------------------------------- the same result
@@ -62,7 +64,7 @@ def test_every_feature_works_on_two_ranks(tiny_args, tmp_path, run_ranks):
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
     flags = [*tiny_args, *size, "--init-from", tmp_path / "model_00000.pt", "--hellaswag-data", rows]
     flags += "--val-tokens 2080 --hellaswag-every 2 --sample-every 2 --zero-stage 1 --overfit-single-batch".split()
-    flags += "--max-steps 2 --save-every 1 --keep 1 --weights bfloat16 --optimizer muon".split()
+    flags += "--max-steps 2 --save-every 1 --keep 1 --param-dtype bfloat16 --optimizer muon".split()
 
     one = train_quickstart(flags, tmp_path / "one")
     command = ["train_gpt2.py", "quickstart", *flags, "--out-dir", tmp_path / "two"]
@@ -113,7 +115,7 @@ def signal_rank_1_in(module, name) -> None:
 def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(tiny_args, tmp_path, run_ranks):
     """With exit code 0, after the step in progress. Muon, which has AdamW beside it, with float32 copies of bfloat16
     weights, and all of it sharded."""
-    flags = "--optimizer muon --weights bfloat16 --zero-stage 1 --model.no-tied-head --max-steps 4 --val-every 2"
+    flags = "--optimizer muon --param-dtype bfloat16 --zero-stage 1 --model.no-tied-head --max-steps 4 --val-every 2"
     command = [2, "train_gpt2.py", "quickstart", *tiny_args, *flags.split(), "--resume", "auto", "--out-dir"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     run_ranks(*command, whole)
@@ -134,12 +136,12 @@ def check_shares() -> None:
     cfg = parse_config("quickstart", *sys.argv[1:])
     with distributed.session("cpu") as rt:
         model = GPT(cfg.model)
-        optimizers = optim.build_optimizers(model, cfg, rt)
+        trainer = build_trainer(model, cfg, rt, 1)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        for optimizer in optimizers:
-            optimizer.step()
-        own = [t for o in optimizers for state in o.optim.state.values() for t in state.values() if t.dim()]
+        trainer.update()
+        states = [part.local.state.values() for part in trainer.state.parts.values() if is_sharded(part)]
+        own = [t for state in states for moments in state for t in moments.values() if t.dim()]
         shares = rt.gather(sum(t.nbytes for t in own))
         # Whole parameters are dealt out, so a rank has more than half where one is itself a large part.
         assert sum(shares) == optim.state_bytes(model, cfg)
@@ -182,7 +184,7 @@ def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, tmp_path, monke
 
     def describe(*words, step=3):
         cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every", "4", *words)
-        start.check_ranks_agree(cfg, CPU, {"step": step}, start.open_data(cfg)[0])
+        start.check_ranks_agree(cfg, CPU, {"step": step}, start.open_data(cfg)[0], cfg.max_steps)
         return set(check_equal.call_args.args[0].items())
 
     facts = describe()

@@ -24,7 +24,7 @@ from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
 from system.errors import UserError
 from system.files import lock_folder
-from training import step
+from training import step, validation
 from weights import checkpoint
 from weights.open_model import open_model
 from weights.run_folder import latest_step, model_path
@@ -35,12 +35,12 @@ from weights.run_folder import latest_step, model_path
 # that it then saves. Each resumes from the one before. Of the 12 steps of the run, 0, 4, 8 and 12 are validated, in 8
 # batches.
 INTERRUPTIONS = [
-    (evaluator, "to_device", 3, 1),  # in an evaluation: the step that follows is done
+    (validation, "to_device", 3, 1),  # in an evaluation: the step that follows is done
     (start, "open_data", 1, 2),
     (evaluator.Evaluator, "sample_text", 1, 3),
     (step, "to_device", 1, 4),  # in a step before its gradients
     (train_gpt2, "set_learning_rates", 2, 7),  # after the gradients: the next step looks
-    (evaluator, "to_device", 10, 12),  # in the evaluation of the last step: nothing else is left
+    (validation, "to_device", 10, 12),  # in the evaluation of the last step: nothing else is left
 ]
 
 
@@ -56,7 +56,7 @@ def send_signal_at(patch, stop, owner, name, call) -> None:
     patch.setattr(owner, name, interrupted)
 
 
-@pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon --weights bfloat16"])
+@pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon --param-dtype bfloat16"])
 def test_an_interrupted_run_ends_with_the_same_bits(tiny_args, tmp_path, monkeypatch, flags):
     flags = [*tiny_args, *flags.split()]
     undisturbed, resumed = train_quickstart(flags, tmp_path / "undisturbed"), tmp_path / "resumed"

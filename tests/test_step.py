@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, par
 
 from model import GPT
 from system.errors import TransientError
-from training.step import Trainer
+from training.build import build_trainer
 from weights import checkpoint
 from weights.run_folder import complete_steps, optim_path
 
@@ -22,11 +23,11 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
 
     def forward(x, y):
         reduced.append(forward.require_backward_grad_sync)  # which DDP's module reads
-        return torch.ones((), requires_grad=True) * len(reduced)
+        loss = torch.ones((), requires_grad=True) * len(reduced)
+        return loss, loss.detach()
 
     cfg = parse_config("quickstart", *tiny_args)
-    trainer = Trainer(GPT(cfg.model), cfg, CPU)
-    trainer.ddp_forward = forward
+    trainer = replace(build_trainer(GPT(cfg.model), cfg, CPU, 12), ddp_loss=forward)
     loss, _ = trainer.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
     assert reduced == [False, False, True] and loss == pytest.approx(2)
 
@@ -65,7 +66,7 @@ def test_a_refused_update_loses_no_step_and_no_checkpoint(tiny_args, tmp_path, o
     """All before it is saved, though no save is due; every earlier checkpoint stays, because the weights may be the
     cause; and the restarted run ends with the same bits."""
     flags, run = [*tiny_args, "--keep", "1", "--val-every", "0"], tmp_path / "run"
-    poison(at=lambda micro_step: micro_step == 14)  # a step has two micro-steps
+    poison(at=lambda micro_step: micro_step == 16)  # two at the start, and two a step
     with pytest.raises(TransientError, match="step 7: loss nan"):
         train_quickstart(flags, run)
     assert complete_steps(run)[-2:] == [6, 7]
@@ -96,7 +97,7 @@ def test_a_weight_that_is_not_a_number_is_not_saved(tiny_args, tmp_path, one_run
 # ------------------------------------------------------------------------- float16 and its loss scale
 
 # As record8-124m on a GPU before Ampere: AdamW and Muon, and weights that then stay in float32.
-FLOAT16 = "--dtype float16 --weights bfloat16 --optimizer muon".split()
+FLOAT16 = "--dtype float16 --param-dtype bfloat16 --optimizer muon".split()
 
 
 @pytest.fixture
@@ -121,18 +122,20 @@ def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> No
 @pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"], ids=["adamw", "muon"])
 def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, monkeypatch, name):
     """Though the gradients of one of them are finite. The scale halves; resumed before that, the bits are the same."""
-    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)  # a step has two
+    multiply_gradient(
+        monkeypatch, name, math.inf, at=lambda backward: backward == 6
+    )  # two at the start, and two a step
     run = train_quickstart(float16_args, tmp_path / "run")
     curve, weights = load_curve(run), load_weights(run)
     assert [step for step, (loss, _, norm) in curve.items() if loss is not None and norm is None] == [2]
     assert same_bits(load_weights(run, 2), load_weights(run, 3))
     states = [checkpoint.read_train_state(optim_path(run, step)) for step in (2, 3, 7)]
-    assert [state["scaler"]["scale"] for state in states] == [8, 4, 8]
+    assert [state["parts"]["loss_scale"]["scale"] for state in states] == [8, 4, 8]
     assert curve[11][0] < curve[0][0] - 0.05
 
     delete_checkpoints_after(run, 1)
     monkeypatch.undo()
-    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 2)
+    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)
     train_quickstart(float16_args, run, "--resume", "auto")
     assert load_curve(run) == curve and same_bits(load_weights(run), weights)
 

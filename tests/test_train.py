@@ -20,8 +20,8 @@ from helpers import (
 
 import train_gpt2
 from lifecycle.stop import StopRequest
+from training.build import build_trainer
 from training.config import Recipe, TrainConfig
-from training.step import Trainer
 from weights import checkpoint
 from weights.run_folder import model_path
 
@@ -30,7 +30,7 @@ from weights.run_folder import model_path
 OFF_DEFAULT = {
     "seed": 7, "shuffle": False, "overfit_single_batch": True, "total_batch_size": 512, "sequence_length": 16,
     "max_lr": 5e-3, "min_lr": 1e-3, "warmup_steps": 2, "schedule": "trapezoid", "cooldown": 0.4,
-    "optimizer": "muon", "weight_decay": 0.3, "grad_clip": 0.05, "muon_lr": 0.01, "weights": "bfloat16",
+    "optimizer": "muon", "weight_decay": 0.3, "grad_clip": 0.05, "muon_lr": 0.01, "param_dtype": "bfloat16",
     "embed_lr_scale": 2.0,
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_compiled_equals_eager_and_compiles_at_the_start(tiny_args, tmp_path, mo
     frames_before, compiled_by_trainer = frames["total"], []
 
     def make_trainer(*args):
-        trainer = Trainer(*args)
+        trainer = build_trainer(*args)
         compiled_by_trainer.append(frames["total"] - frames_before)
         return trainer
 
@@ -110,7 +110,7 @@ def test_compiled_equals_eager_and_compiles_at_the_start(tiny_args, tmp_path, mo
         *"--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 3 --model.n-embd 8".split(),
     ]
     eager = load_curve(train_quickstart(flags, tmp_path / "eager"))
-    monkeypatch.setattr(train_gpt2, "Trainer", make_trainer)
+    monkeypatch.setattr(train_gpt2, "build_trainer", make_trainer)
     evaluations = ["--hellaswag-every", "2", "--hellaswag-data", rows, "--sample-every", "2"]
     compiled = load_curve(train_quickstart(flags, tmp_path / "compiled", *evaluations, "--compile"))
 

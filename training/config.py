@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from model import GPTConfig
+from model import GPTConfig, known_settings
 from system.errors import explain_errors, require
 from system.printing import parse_duration
 from system.settings import check_settings, flag, flag_off, setting
@@ -73,11 +73,11 @@ class Recipe:
     grad_clip: float = setting(1.0, "largest global gradient norm; 0: no clipping")
     muon_lr: float = setting(0.02, "peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest")
     embed_lr_scale: float = setting(
-        1.0, "multiplies max-lr for the embeddings; untied ones need high rates", has_flag=False
+        1.0, "multiplies max-lr for the embeddings, of which a tied head is one; untied ones need more", has_flag=False
     )
-    weights: Literal["float32", "bfloat16"] = setting(
+    param_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "of the model and its gradients; with bfloat16 the optimizer and checkpoints keep float32 master weights",
+        "of the parameters and gradients; with bfloat16 the optimizer and checkpoints keep float32 weights",
         like_a_seed=True,
     )
 
@@ -175,24 +175,6 @@ class TrainConfig(Recipe):
         """The folder of the run: checkpoints, metrics.jsonl, config.json, logs."""
         return Path(self.out_dir or f"log/{self.preset}")
 
-    @property
-    def sequences_per_step(self) -> int:
-        """How many sequences a step trains on, over all ranks and micro-steps."""
-        return self.total_batch_size // self.sequence_length
-
-    def total_steps(self, sequences_per_epoch: int) -> int:
-        """Optimizer steps of the whole run, for data with this many training sequences per epoch. Raises UserError if
-        the data are less than one step."""
-        if self.max_steps:
-            return self.max_steps
-        if self.steps_per_epoch:
-            return self.epochs * self.steps_per_epoch
-        steps = self.epochs * sequences_per_epoch // self.sequences_per_step
-        data = f"--epochs {self.epochs} of this data ({sequences_per_epoch} sequences)"
-        batch = f"--total-batch-size {self.total_batch_size}"
-        require(steps, f"{data} is less than one step of {batch}; lower it, or set --max-steps")
-        return steps
-
     def to_dict(self) -> dict[str, Any]:
         """The settings as checkpoints and config.json store them: {field: value}, with the network as a dict of its
         own under "model"."""
@@ -200,13 +182,13 @@ class TrainConfig(Recipe):
 
     @staticmethod
     def from_dict(saved: dict[str, Any]) -> "TrainConfig":
-        """The config stored in a checkpoint. Fields unknown to this version are dropped, new ones get defaults. Raises
-        UserError for values that are not valid here."""
-        # `saved` comes from a file, so it may be anything.
-        with explain_errors("the config saved in the checkpoint is not valid here", "start a new run with --init-from"):
-            values = {name: saved[name] for name in MARKS if name in saved}
-            values["model"] = GPTConfig.from_dict(saved["model"])
-            return TrainConfig(**values)
+        """The config stored in a checkpoint; new settings get defaults. Raises UserError for what is not valid here,
+        and for a setting that this version does not know, unless it is off."""
+        problem = "the config saved in the checkpoint is not valid here"
+        fix = "use the version that saved it, or start a new run with --init-from"
+        with explain_errors(problem, fix, ValueError, KeyError, TypeError):  # of whatever was saved
+            network = GPTConfig.from_dict(saved["model"])
+            return TrainConfig(**known_settings(TrainConfig, saved | {"model": network}))
 
 
 # ------------------------------------------------------------------------- what is known about a setting

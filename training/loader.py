@@ -1,9 +1,7 @@
 """The order of data: which sequences each step reads, and their tokens on the device.
 
-lifecycle/start.py opens one Loader per split; train_gpt2.py reads the batches, lifecycle/evaluator.py the val split.
-
     data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
-    for batch in data.batches(first_step=0, sequences=512, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
+    for batch in data.batches(0, lambda step: 512 * step, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
 
 A shard is a one-dimensional array of token ids, cut into sequences of T inputs. The targets are the inputs shifted by
 one token, so that neighboring sequences share one token. Up to T tokens at the end of a shard are too few for another
@@ -16,9 +14,9 @@ sequence and stay unused.
                                                        |---------- targets ----------|  unused
 
 The order is a pure function of (seed, position in the stream of sequences), and a step's position follows from its
-number. It does not depend on ranks, micro-batch size or restarts. The epochs form one endless stream that has every
-sequence once per epoch. A step takes the next `sequences_per_step` of them and may straddle two epochs, so no rank runs
-out of data and nothing in between is dropped.
+number (training/schedule.py). It does not depend on ranks, micro-batch size or restarts. The epochs form one endless
+stream that has every sequence once per epoch. A step takes the next sequences of it and may straddle two epochs, so no
+rank runs out of data and nothing in between is dropped.
 
 When shuffling, each epoch visits the shards in a new order, in groups of at most SHUFFLE_POOL_TOKENS tokens, and the
 sequences of a group form one pool that is shuffled anew:
@@ -40,7 +38,7 @@ trained on.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -192,6 +190,10 @@ class Loader:
         size = self.order.shards_per_group
         return self.data_id if size == 1 else f"{self.data_id}-{size}"
 
+    def describe(self) -> str:
+        """What was found, for a message: a text that differs if the files do."""
+        return f"{self.fingerprint()} ({len(self.files)} shards, {sum(file.tokens for file in self.files):,} tokens)"
+
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the file has changed, or has an
         id above the vocabulary: it would index past the embedding, on a GPU an error that names nothing."""
@@ -216,24 +218,27 @@ class Loader:
             tokens[from_shard] = self._cached_shard(shard)[starts[:, None] + np.arange(self.T + 1)]
         return tokens
 
-    def step_sequences(self, step: int, count: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """The (shard, sequence) pairs that `rank` reads at `step`, (micro_steps, B, 2).
-
-        `count` is how many a step reads over all ranks. As in build-nanogpt, micro-batch m of rank r is the step's
-        (m * world_size + r)-th block of B sequences."""
-        whole_step = self.order.span(step * count, count)
-        # (count, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
+    def step_sequences(self, start: int, end: int, B: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+        """The (shard, sequence) pairs that `rank` reads in a step that takes the positions from `start` up to `end` of
+        the stream, (micro_steps, B, 2). As in build-nanogpt, micro-batch m of rank r is the step's (m * world_size +
+        r)-th block of B sequences."""
+        whole_step = self.order.span(start, end - start)
+        # (end - start, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
         return whole_step.reshape(-1, world_size, B, 2)[:, rank]
 
-    def batches(self, first_step: int, sequences: int, B: int, rt: Runtime, fixed: bool = False) -> Iterator[Tensor]:
+    def batches(
+        self, first_step: int, sequences_before: Callable[[int], int], B: int, rt: Runtime, fixed: bool = False
+    ) -> Iterator[Tensor]:
         """Endless (micro_steps, B, T + 1) batches of uint16 tokens, one per step from `first_step` (fixed=True repeats
-        step 0). A thread reads them before they are needed, into pinned memory if training is on a GPU."""
+        step 0). sequences_before: where in the stream a step begins. A thread reads them before they are needed, into
+        pinned memory if training is on a GPU."""
 
         def read_batches() -> Iterator[Tensor]:
             steps = itertools.repeat(0) if fixed else itertools.count(first_step)
             for step in steps:
                 # (micro_steps, B, 2) -> (micro_steps * B, T + 1) -> (micro_steps, B, T + 1)
-                pairs = self.step_sequences(step, sequences, B, rt.rank, rt.world_size)
+                start, end = sequences_before(step), sequences_before(step + 1)
+                pairs = self.step_sequences(start, end, B, rt.rank, rt.world_size)
                 tokens = self.read(pairs.reshape(-1, 2))
                 batch = torch.from_numpy(tokens).view(-1, B, self.T + 1)
 

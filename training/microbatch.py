@@ -1,9 +1,7 @@
 """The micro-batch: how many sequences one forward pass of one rank takes. It is chosen by a rehearsal, which compiles
 all that is compiled.
 
-    B = choose_micro_batch_size(cfg, rt, forward, reserved_bytes)
-
-Called by training/step.py.
+    B = choose_micro_batch_size(cfg, rt, loss, reserved_bytes, max_steps)
 """
 
 import gc
@@ -20,7 +18,8 @@ from system.errors import UserError
 from system.printing import print0
 from training.config import TrainConfig
 from training.loader import to_device
-from training.loss import Forward
+from training.loss import Loss
+from training.schedule import common_batch
 
 MAX_AUTO_SEQUENCES = 64
 
@@ -34,13 +33,13 @@ MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --seq
 OUT_OF_MEMORY = "out of memory"
 
 
-def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, reserved_bytes: int) -> int:
+def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, loss: Loss, reserved_bytes: int, max_steps: int) -> int:
     """Sequences per forward pass: the number asked for, or with `auto` the largest that fits, the same on all ranks.
 
     reserved_bytes: what the first update allocates on this rank, the optimizers' state. Raises UserError if the batch
     does not divide evenly, or if not even one sequence fits. Every rank must call it.
     """
-    divisors = divisors_of_share(cfg, rt.world_size)
+    divisors = divisors_of_share(cfg, rt.world_size, max_steps)
     T = cfg.sequence_length
     if cfg.micro_batch_size != "auto":
         sizes = [cfg.micro_batch_size]
@@ -60,15 +59,15 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, forward: Forward, res
         ballast = reserved_bytes
         if cfg.micro_batch_size == "auto" and rt.device.type == "cuda":
             ballast += max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(rt.device)[1]))
-        if rehearse(cfg, rt, forward, B, ballast):
+        if rehearse(cfg, rt, loss, B, ballast):
             return B
     raise UserError(f"out of memory with {B} x {T} tokens at once; lower --micro-batch-size, or {MEMORY_FIX}")
 
 
-def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
+def divisors_of_share(cfg: TrainConfig, world_size: int, max_steps: int) -> list[int]:
     """The sizes that a micro-batch may have, the largest first, which is all sequences that a rank takes in a step.
     Raises UserError if the step does not split evenly over the ranks, or a rank's share over its micro-batches."""
-    sequences = cfg.sequences_per_step
+    sequences = common_batch(max_steps, cfg)  # in every step
     if sequences % world_size:
         nearest = max(1, round(sequences / world_size)) * world_size * cfg.sequence_length
         rule = f"is {sequences} sequences of {cfg.sequence_length}, which do not split evenly over {world_size} ranks"
@@ -85,19 +84,19 @@ def divisors_of_share(cfg: TrainConfig, world_size: int) -> list[int]:
     return divisors
 
 
-def rehearse(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast: int) -> bool:
+def rehearse(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) -> bool:
     """Whether micro-batches of B sequences fit in the memory of every rank. If the compiler fails on one, all ranks go
     on uncompiled. Every rank must call it.
 
     Found out in the first step, a lack of memory or of a compiler would look like a crash, which is restarted.
     """
     # On a CPU without the compiler, nothing can fail that is not a crash.
-    if rt.device.type == "cpu" and not forward.compiles:
+    if rt.device.type == "cpu" and not loss.compiles:
         return True
 
     is_first_failure = True
     while True:
-        problems = rt.gather(try_passes(cfg, rt, forward, B, ballast))
+        problems = rt.gather(try_passes(cfg, rt, loss, B, ballast))
         failures = [problem for problem in problems if problem not in ("", OUT_OF_MEMORY)]
         if not failures:
             return not any(problems)
@@ -105,11 +104,11 @@ def rehearse(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast: i
         if is_first_failure and any(rt.gather(delete_unfinished_code())):
             is_first_failure = False
             continue
-        forward.compiles = False
+        loss.compiles = False
         print0(f"training without torch.compile, several times slower: {failures[0]}")
 
 
-def try_passes(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast: int) -> str:
+def try_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) -> str:
     """What keeps this rank from the passes of a step and of validation, beside `ballast` bytes for what is allocated
     later: nothing (""), OUT_OF_MEMORY, or what the compiler says. Leaves nothing behind but the compiled code, which
     training reuses. Makes no collective."""
@@ -118,17 +117,17 @@ def try_passes(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast:
     try:
         if rt.device.type == "cuda":
             reserved = torch.empty(ballast, dtype=torch.uint8, device=rt.device)
-        run_passes(cfg, rt, forward, B)
+        run_passes(cfg, rt, loss, B)
     except Exception as e:
         if machine.is_out_of_memory(e):
             problem = OUT_OF_MEMORY
-        elif forward.compiles:
+        elif loss.compiles:
             problem = describe_compiler_error(e)
         else:
             raise
 
     # Here the exception and its frames are freed, so all memory of this attempt can be released.
-    forward.zero_grad(set_to_none=True)
+    loss.zero_grad(set_to_none=True)
     del reserved
     if rt.device.type == "cuda":
         gc.collect()
@@ -137,17 +136,17 @@ def try_passes(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int, ballast:
     return problem
 
 
-def run_passes(cfg: TrainConfig, rt: Runtime, forward: Forward, B: int) -> None:
+def run_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int) -> None:
     """Forward and backward over two micro-batches of zeros: the second runs beside the gradients of the first, as it
     will beside DDP's buckets. Then the forward pass of validation, which is another graph."""
     for tokens in torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16):
         x, y = to_device(tokens, rt.device)  # (B, T) each
         with rt.autocast():
-            loss = forward(x, y)
-        loss.backward()
+            objective, _ = loss(x, y)
+        objective.backward()
     if cfg.val_every:
         with torch.no_grad(), rt.autocast():
-            forward(x, y)
+            loss(x, y)
 
 
 def describe_compiler_error(error: Exception) -> str:

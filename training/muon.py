@@ -1,12 +1,14 @@
 """Muon (Jordan 2024): SGD with momentum whose update of each matrix is made orthogonal first.
 
     optimizer = Muon([{"params": [weight]}], lr=0.02, momentum=0.95)
+    optimizer = Muon([{"params": [c_attn], "matrix_rows": (768, 768, 768)}], lr=0.02, momentum=0.95)
 
-Called by training/optim.py for the matrices of the blocks. As in modded-nanogpt, with Nesterov momentum and a rate that
-grows with sqrt(max(1, rows / columns)). The update of a matrix W with gradient G:
+As in modded-nanogpt, with Nesterov momentum and a rate that grows with sqrt(max(1, rows / columns)). The update of a
+matrix W with gradient G:
 
     M = momentum * M + (1 - momentum) * G           the average of the gradients, which is the only state
     N = momentum * M + (1 - momentum) * G           Nesterov: as if the next gradient were G again
+    W = (1 - lr * weight_decay) * W
     W = W - lr * sqrt(max(1, rows / columns)) * orthogonalize(N)
 
 If N = U S V^T is the singular value decomposition, orthogonalize(N) is about U V^T: every direction of the gradient
@@ -62,15 +64,23 @@ def orthogonalize(X: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for parameters (rows, columns). A parameter in which several matrices are stacked says how many rows each of
-    them has, by its attribute `matrix_rows` (set in training/optim.py): each is made orthogonal alone.
+    """Muon for parameters (rows, columns). Of a group in which each parameter stacks several matrices, matrix_rows has
+    the rows of each of these, and each is made orthogonal alone; () means that a parameter is one matrix.
 
-    Matrices of one shape are made orthogonal together, so that 12 layers launch no more kernels than one. The state has
-    the layout of torch.optim.Muon's and can be loaded from it.
+    The matrices of a group that have one shape are made orthogonal together, so that 12 layers launch no more kernels
+    than one; with a rate for each layer, each layer is a group. The state has the layout of torch.optim.Muon's.
     """
 
-    def __init__(self, params: list[dict], lr: float, momentum: float):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+    def __init__(
+        self,
+        params: list[dict],
+        lr: float,
+        momentum: float,
+        weight_decay: float = 0.0,
+        matrix_rows: tuple[int, ...] = (),
+    ):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "matrix_rows": matrix_rows}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # torch's also takes a closure
@@ -97,13 +107,15 @@ class Muon(torch.optim.Optimizer):
             # such as queries, keys and values: (3C, C) -> three of (C, C)
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
             for p, update in zip(params, updates, strict=True):
-                rows_of_each = getattr(p, "matrix_rows", (len(p),))
+                rows_of_each = group["matrix_rows"] or (len(p),)
                 for weight, matrix in zip(p.split(rows_of_each), update.split(rows_of_each), strict=True):
                     weights, matrices = by_shape.setdefault(weight.shape, ([], []))
                     weights.append(weight)
                     matrices.append(matrix)
 
             # Orthogonalize all of a shape at once, and update the weights. Tall matrices get a higher rate.
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for (rows, columns), (weights, matrices) in by_shape.items():
                 change = orthogonalize(torch.stack(matrices))  # (n, rows, columns)
                 rate = group["lr"] * max(1, rows / columns) ** 0.5

@@ -46,13 +46,13 @@ _DESCRIBED: list[tuple[str, TrainConfig]] = [
         preset="record8-124m",
         model=GPTConfig(
             vocab_size=50304, n_head=6, bias=False, tied_head=False, positions="rope", norm="rmsnorm",
-            activation="relu2", qk_norm=True, zero_init_projections=True,
+            embedding_norm=True, activation="relu2", qk_norm=True, init_std=0.0, zero_init_projections=True,
         ),
         data_dir="data/fineweb", max_steps=4578, val_every=125,
         optimizer="muon", muon_lr=0.02, zero_stage=1,  # the record also splits Muon's work across ranks
         max_lr=0.002, embed_lr_scale=150.0,  # the head's rate, and the embedding's multiple of it
         schedule="trapezoid", warmup_steps=0, cooldown=1308 / 4578, min_lr=0.0,
-        weight_decay=0.0, grad_clip=0.0, weights="bfloat16",
+        weight_decay=0.0, grad_clip=0.0, param_dtype="bfloat16",
     )),
     # Rate and batch are nanoGPT's (finetune_shakespeare). Every evaluated
     # step is saved, because the best checkpoint matters, and the best is seldom the last.

@@ -1,6 +1,7 @@
-"""Learning-rate schedules.
+"""All that depends on the step: the learning rates, and how many sequences the steps before it have read.
 
     lr = set_learning_rates(optimizers, step, total_steps, cfg)     # before each update; returns the rate to log
+    first = sequences_before(step, cfg)                             # the place of its batch in the order of the data
 
               cosine                                      trapezoid
     max_lr         .--.                                          .------------.
@@ -11,16 +12,54 @@
             |------|              |                       |------|             |-----|
           warmup_steps       total_steps                warmup_steps     cooldown * total_steps
 
-Called by train_gpt2.py. The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and
-total_steps, and lifecycle/start.py prints by how much it jumps. To add a schedule, add its name to
-Recipe.schedule, and a function such as cosine_decay to DECAYS.
+The rate in a checkpoint is ignored: a resumed run's rate follows from its own flags and total_steps. To add a schedule,
+add its name to Recipe.schedule, and a function such as cosine_decay to DECAYS.
 """
 
+import bisect
 import math
 
 import torch
 
+from system.errors import require
 from training.config import TrainConfig
+
+# ------------------------------------------------------------------------- sequences
+
+
+def sequences_before(step: int, cfg: TrainConfig) -> int:
+    """How many sequences all ranks have read before a step. The order of the data, the log, prices and what a resumed
+    run skips follow from it: steps of other sizes are a change of this function alone. It rises with every step."""
+    return step * (cfg.total_batch_size // cfg.sequence_length)
+
+
+def sequences_at(step: int, cfg: TrainConfig) -> int:
+    """How many sequences a step reads, over all ranks and micro-steps."""
+    return sequences_before(step + 1, cfg) - sequences_before(step, cfg)
+
+
+def common_batch(max_steps: int, cfg: TrainConfig) -> int:
+    """The largest number of sequences that divides every batch of a run: ranks and micro-batches must divide it."""
+    return math.gcd(*{sequences_at(step, cfg) for step in range(max_steps)})
+
+
+def count_steps(cfg: TrainConfig, sequences_per_epoch: int) -> int:
+    """Optimizer steps of the whole run, for data with this many training sequences per epoch. Raises UserError if the
+    data are less than one step."""
+    if cfg.max_steps:
+        return cfg.max_steps
+    if cfg.steps_per_epoch:
+        return cfg.epochs * cfg.steps_per_epoch
+    # As many whole steps as the epochs have.
+    sequences = cfg.epochs * sequences_per_epoch
+    steps = bisect.bisect_right(range(sequences + 1), sequences, key=lambda step: sequences_before(step, cfg)) - 1
+    data = f"--epochs {cfg.epochs} of this data ({sequences_per_epoch} sequences)"
+    batch = f"--total-batch-size {cfg.total_batch_size}"
+    require(steps, f"{data} is less than one step of {batch}; lower it, or set --max-steps")
+    return steps
+
+
+# ------------------------------------------------------------------------- rates
 
 
 def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
@@ -59,13 +98,15 @@ def trapezoid_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
 DECAYS = {"cosine": cosine_decay, "trapezoid": trapezoid_decay}
 
 
-def set_learning_rates(optimizers: list[torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig) -> float:
+def set_learning_rates(
+    optimizers: dict[str, torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig
+) -> float:
     """Set the learning rate of every parameter group for `step`: its own peak_lr times the schedule's factor. Return
     the rate for a peak of max_lr, which is the one that is logged."""
     factor = lr_factor(step, total_steps, cfg)
 
     # Embeddings, matrices and vectors may have peaks of their own (training/optim.py); their curves have one shape.
-    for optimizer in optimizers:
+    for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
     return cfg.max_lr * factor

@@ -1,9 +1,9 @@
 """Checkpoints: complete or absent, written while training continues, loaded without running any pickled code.
 
     OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
-    OUT/optim_{step:05d}.pt   optimizers, step, the run's config: what else resuming needs
+    OUT/optim_{step:05d}.pt   what else resuming needs: optimizers, step, the run's config
 
-Training writes through CheckpointWriter (lifecycle/save.py); any model is read through weights/open_model.py:
+Training writes through CheckpointWriter; any model is read through weights/open_model.py:
 
     writer = CheckpointWriter("log/gpt2-124m", keep=2)
     writer.save(500, model_file(model, 500), train_state)       # returns once the weights are copied to host memory
@@ -59,8 +59,9 @@ from weights.run_folder import (
     optim_path,
 )
 
-# Stored in every file. Files of another layout would have another number, and are refused.
-FORMAT = 1
+# Stored in every file. Files of another layout have another number, and are refused.
+MODEL_FORMAT = 1
+OPTIM_FORMAT = 2  # since the state of an optimizer is stored by the names of the parameters
 
 # ------------------------------------------------------------------------- reading
 
@@ -78,10 +79,14 @@ def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
     # An optim_*.pt is a checkpoint file, too, but has no weights.
     content = read_file(path)
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
+    require(content["format"] == MODEL_FORMAT, f"{path} has the format {content['format']}, not {MODEL_FORMAT}")
     weights = content.pop("model")
     fix = "use an earlier checkpoint, or the model.py it was made with"
-    with explain_errors(f"{path}: the weights are damaged, or do not fit the config stored with them", fix):
-        return build_model(GPTConfig.from_dict(content["config"]), weights), content
+    problem = f"{path}: the weights are damaged, or do not fit the config stored with them"
+    with explain_errors(problem, fix, ValueError, TypeError, KeyError):  # of whatever the file holds
+        config = GPTConfig.from_dict(content["config"])
+    with explain_errors(problem, fix, ValueError, RuntimeError):
+        return build_model(config, weights), content
 
 
 def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
@@ -113,7 +118,10 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     require(path.is_file(), f"no checkpoint {path}; {describe_runs(path.parent)}")
     require(optim.is_file(), f"{path} has no {optim.name} next to it to resume from; {fix}")
     state = read_file(optim)
-    require("optimizers" in state, f"{optim} is not the train state of a run; {fix}")
+    require("model" not in state, f"{optim} is not the train state of a run; {fix}")
+    writer = state.get("versions", {}).get("commit", "an earlier version")
+    problem = f"{optim} has the format {state['format']} of {writer}, not {OPTIM_FORMAT}"
+    require(state["format"] == OPTIM_FORMAT, f"{problem}; resume it with that, or {fix.removeprefix('to ')}")
     return state | {"model_file": optim.with_name(optim.name.replace("optim_", "model_"))}
 
 
@@ -123,7 +131,8 @@ def read_file(path: Path) -> dict[str, Any]:
     require(path.is_file(), f"no checkpoint {path}; {describe_runs(path.parent)}")
     fix = "move the files of its step away, and --resume auto uses the one before"
     fix += f"; build-nanogpt's or nanoGPT's first: python hub.py import {shlex.quote(str(path))} OUT_DIR"
-    with explain_errors(f"{path} is damaged, or no checkpoint of this project", fix):
+    errors = (zipfile.BadZipFile, RuntimeError, ValueError)
+    with explain_errors(f"{path} is damaged, or no checkpoint of this project", fix, *errors):
         # The CRC-32 of every record, which torch.load does not compare: without this, which reads the whole file, a
         # flipped bit on a disk becomes a wrong weight.
         with zipfile.ZipFile(path) as archive:
@@ -132,7 +141,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
         # A bare state dict of another program has no format number.
         content = load_tensors(path)
-        require(content.get("format") == FORMAT, f"it has no format number {FORMAT}")
+        is_ours = isinstance(content, dict) and isinstance(content.get("format"), int)
+        require(is_ours, "it has no format number")
     return content
 
 
@@ -150,9 +160,9 @@ def load_tensors(path: Path) -> Any:
 
 def model_file(model: GPT, step: int, weights: dict[str, Tensor] | None = None, **more: Any) -> dict[str, Any]:
     """The contents of model_*.pt: the weights under their own names, the model's config, the step, and `more` facts.
-    weights: a state dict in float32, for a model whose own are not."""
+    weights: a state dict in float32, if other weights are meant than the model's."""
     weights = weights or model.state_dict()
-    return {"format": FORMAT, "model": dict(weights), "config": asdict(model.config), "step": step, **more}
+    return {"format": MODEL_FORMAT, "model": dict(weights), "config": asdict(model.config), "step": step, **more}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -188,7 +198,7 @@ class CheckpointWriter:
         far, which is not deleted."""
         # Training waits for the write before and for this copy. The thread shares no tensor with training.
         self.join()
-        contents = (copy_to_host(model), {"format": FORMAT, **train})
+        contents = (copy_to_host(model), {"format": OPTIM_FORMAT, **train})
         self.thread = threading.Thread(target=self._write, args=(step, *contents, best))
         self.thread.start()
 
@@ -219,7 +229,8 @@ class CheckpointWriter:
                 raise TransientError(f"the weights are not finite ({bad_names[0]}); lower --max-lr")
 
             # Somebody may have moved the folder away. The model last: once it is there, the step is complete.
-            with explain_errors(f"cannot write the checkpoint of step {step}", "earlier ones stay as they are"):
+            problem = f"cannot write the checkpoint of step {step}"
+            with explain_errors(problem, "earlier ones stay as they are", RuntimeError):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 self._delete_leftovers()
                 write(optim_path(self.run_dir, step), train)

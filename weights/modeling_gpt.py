@@ -12,11 +12,10 @@ the key-value cache.
 from dataclasses import asdict
 
 import torch
-import torch.nn.functional as F
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from .model import GPT, GPTConfig, rope_table
+from .model import GPT, GPTConfig, rope_table, token_losses
 
 
 class GPTHubConfig(PreTrainedConfig):
@@ -80,5 +79,6 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         # Position t predicts the label at t + 1: (B, T - 1, V) -> (B * (T - 1), V), (B, T - 1) -> (B * (T - 1),)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+            targets = labels[:, 1:].flatten()
+            loss = token_losses(logits[:, :-1].flatten(0, 1), targets).sum() / (targets >= 0).sum()
         return CausalLMOutput(loss=loss, logits=logits)

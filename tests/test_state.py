@@ -1,0 +1,113 @@
+"""What a kill must not lose is saved and loaded by name; what is missing or unknown is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from helpers import choices, same_bits
+from test_optim import BASE, OPTIMIZER_NAMES, SMALL, build, take_step
+
+from model import GPT
+from system.errors import UserError
+from training.config import TrainConfig
+from training.state import copy_weights, swapped_weights, to_state_dict
+
+
+@pytest.mark.parametrize("first_step", [0, 1])
+@pytest.mark.parametrize("dtype", choices(TrainConfig, "param_dtype"))
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
+    """Also that of step 0, which has no state yet; and whatever the run that it was copied from does meanwhile."""
+    cfg = dataclasses.replace(BASE, optimizer=optimizer, param_dtype=dtype)
+    a = build(cfg)
+    for step in range(first_step):
+        take_step(a, step)
+    weights, saved = copy.deepcopy(to_state_dict(a.model, a.weights)), a.state.copy()
+    for step in (1, 2):
+        take_step(a, step)
+
+    b = build(cfg, GPT.from_state_dict(SMALL, weights), saved)
+    assert b.state.step == first_step
+    for step in (1, 2):
+        take_step(b, step)
+
+    assert same_bits(a.model.state_dict(), b.model.state_dict()) and same_bits(a.weights, b.weights)
+
+
+def test_the_state_of_an_optimizer_is_by_name_and_has_its_own_types():
+    """Two parameters of one shape that change their order keep their moments, whose type no loading changes."""
+    trainer = build(BASE)
+    take_step(trainer, 0)
+    saved = trainer.state.copy()
+    moments = saved["parts"]["adamw"]
+    assert moments.keys() == trainer.weights.keys()
+    for name in moments:
+        moments[name]["exp_avg"] = moments[name]["exp_avg"].bfloat16()
+    saved["parts"]["adamw"] = dict(reversed(moments.items()))
+
+    other = build(BASE, saved=saved)
+    loaded = other.state.copy()["parts"]["adamw"]
+    assert all(same_bits(loaded[name], moments[name]) for name in moments)
+    assert loaded["transformer.wte.weight"]["exp_avg"].dtype == torch.bfloat16
+
+
+class Counter:
+    """A part that an experiment adds."""
+
+    def __init__(self):
+        self.count = torch.zeros(1)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_a_part_that_is_missing_or_unknown_is_refused():
+    trainer, other = build(BASE), build(BASE)
+    trainer.state.parts["average"] = Counter()
+    with pytest.raises(UserError, match="no state of average"):
+        trainer.state.load(other.state.copy())
+    with pytest.raises(UserError, match="a state of average"):
+        other.state.load(trainer.state.copy())
+    assert "average" in trainer.state.compared()
+    assert trainer.state.num_bytes() == other.state.num_bytes() + 4
+
+
+def test_state_of_other_parameters_is_refused():
+    """torch would load it, and fail in the first step or, where shapes can be stretched, not at all."""
+    trainer = build(BASE)
+    take_step(trainer, 0)
+    saved = trainer.state.copy()
+    moments = saved["parts"]["adamw"]
+    name = "transformer.h.0.mlp.c_fc.weight"
+    for wrong in (
+        moments | {"other": moments[name]},
+        {other: moments[other] for other in moments if other != name},
+        moments | {name: moments[name] | {"exp_avg": torch.zeros(2, 16)}},
+    ):
+        with pytest.raises(UserError, match=f"adamw.*({name}|other)"):
+            trainer.state.load(saved | {"parts": saved["parts"] | {"adamw": wrong}})
+
+
+def test_a_loaded_state_keeps_this_runs_settings():
+    trainer = build(BASE)
+    take_step(trainer, 0)
+    other = build(dataclasses.replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
+    assert {group["weight_decay"] for group in other.optimizers["adamw"].param_groups} == {0.3, 0.0}
+
+
+@pytest.mark.parametrize("dtype", choices(TrainConfig, "param_dtype"))
+def test_other_weights_can_be_looked_at(dtype):
+    trainer = build(dataclasses.replace(BASE, param_dtype=dtype))
+    before = copy.deepcopy(trainer.model.state_dict())
+    halves = {name: weight.detach() / 2 for name, weight in trainer.weights.items()}
+    with pytest.raises(KeyboardInterrupt), swapped_weights(trainer.model, halves):
+        name = "transformer.h.1.mlp.c_fc.weight"
+        assert torch.equal(trainer.model.get_parameter(name), halves[name].to(trainer.model.get_parameter(name).dtype))
+        raise KeyboardInterrupt
+    assert same_bits(trainer.model.state_dict(), before)
+    copy_weights(trainer.model, halves)
+    assert not same_bits(trainer.model.state_dict(), before)

@@ -1,0 +1,178 @@
+"""What a kill must not lose: the state of a run, by names.
+
+    state.step, state.sequences     how many steps are done, and how many sequences they have read
+    state.weights                   {name: float32 weight}, which model_*.pt has
+    state.parts                     {name: part}: each optimizer, the loss scale, and whatever else an experiment adds
+
+    saved = state.copy()            # every rank; in host memory, on rank 0
+    state.load(saved)               # on any number of ranks, with any --zero-stage
+
+A part has the two methods of torch, state_dict and load_state_dict; every rank calls them. What is in state.parts is
+saved, loaded, compared between ranks and counted as memory. A checkpoint must have the same parts as the program.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from model import GPT
+from system.distributed import Runtime
+from system.errors import explain_errors, require
+from system.machine import copy_to_host
+
+Moments = dict[str, dict[str, Tensor]]  # {parameter: {moment: tensor}}: the state of an optimizer
+
+
+class Part(Protocol):
+    """What State.parts holds."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class NamedOptimizer:
+    """The state of an optimizer as a part: {parameter name: {moment: tensor}}, each tensor in its own dtype, whatever
+    the number of ranks. The settings of its groups are no state: they follow from the settings of the run."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: dict[str, Tensor],
+        rt: Runtime,
+        is_sharded: bool,
+        state_per_weight: int,
+    ):
+        self.rt, self.is_sharded = rt, is_sharded
+        self.local: Any = optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]  # this rank's share
+        names = {weight: name for name, weight in weights.items()}
+        self.weights = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+        self.own = {names[p]: p for group in self.local.param_groups for p in group["params"]}
+        # Of the whole state. Before the first step there is none, so this is a number for each weight.
+        self.num_bytes = 4 * state_per_weight * sum(weight.numel() for weight in self.weights.values())
+
+    def state_dict(self) -> Moments:
+        """The tensors themselves or, of shards, copies of all in host memory on rank 0. Every rank must call it."""
+        own = {name: dict(self.local.state[p]) for name, p in self.own.items() if p in self.local.state}
+        return gather(own, self.rt) if self.is_sharded else own
+
+    def load_state_dict(self, state: Moments) -> None:
+        """Load copies of this rank's share. Raises ValueError if the state is not of these parameters."""
+        if state.keys() != self.weights.keys():
+            raise ValueError(f"it is of other parameters: {', '.join(sorted(state.keys() ^ self.weights.keys()))}")
+        for name, weight in self.weights.items():
+            # AdamW's step count is a single number; all else has the shape of its parameter.
+            for moment, tensor in state[name].items():
+                if tensor.numel() != 1 and tensor.shape != weight.shape:
+                    raise ValueError(f"{moment} of {name} has the shape {list(tensor.shape)}, not {list(weight.shape)}")
+        for name, p in self.own.items():
+            self.local.state[p] = {moment: t.to(p.device, copy=True) for moment, t in state[name].items()}
+
+
+def gather(own: Moments, rt: Runtime) -> Moments:
+    """The moments of all ranks, each of which has its `own`: copies in host memory on rank 0, {} on the others.
+
+    torch's public way, consolidate_state_dict and then state_dict, sends pickles and unpacks them byte by byte, at 16
+    MB/s: minutes for a large model. Here each owner broadcasts its tensors, one at a time. Every rank must call it.
+    """
+    facts = {name: {moment: (t.shape, t.dtype) for moment, t in moments.items()} for name, moments in own.items()}
+    everything: Moments = {}
+    for owner, facts_there in enumerate(rt.gather(facts)):
+        for name, moments in facts_there.items():
+            for moment, (shape, dtype) in moments.items():
+                # On the device, because NCCL sends nothing else.
+                tensor = torch.empty(shape, dtype=dtype, device=rt.device)
+                if owner == rt.rank:
+                    tensor.copy_(own[name][moment])
+                rt.broadcast(tensor, owner)
+                if rt.is_main:
+                    everything.setdefault(name, {})[moment] = tensor.to("cpu", copy=True)
+    return everything
+
+
+class State:
+    """See the module's docstring. weights: the parameters of the model or, if these are bfloat16, what they are rounded
+    from."""
+
+    def __init__(self, weights: dict[str, Tensor], parts: dict[str, Part], rt: Runtime):
+        self.weights, self.parts, self.rt = weights, parts, rt
+        self.step = self.sequences = 0
+
+    def copy(self) -> dict[str, Any]:
+        """All but the weights, as copies in host memory; the parts are rank 0's alone. Every rank must call it."""
+        parts = {}
+        for name, part in self.parts.items():
+            state = part.state_dict()
+            if self.rt.is_main:
+                # What was gathered is a copy: a second one would be 12 GB for GPT-2 1558M.
+                parts[name] = state if is_sharded(part) else copy_to_host(state)
+        return {"step": self.step, "sequences": self.sequences, "parts": parts}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Load what `copy` has returned. Raises UserError if the parts are others, or do not fit."""
+        step, parts = saved["step"], saved["parts"]
+        fix = "use the code that wrote it, or start a new run from its weights with --init-from"
+        lacking, unknown = sorted(self.parts.keys() - parts.keys()), sorted(parts.keys() - self.parts.keys())
+        require(not lacking, f"the checkpoint of step {step} has no state of {', '.join(lacking)}; {fix}")
+        require(not unknown, f"the checkpoint of step {step} has a state of {', '.join(unknown)}, unknown here; {fix}")
+        for name, part in self.parts.items():
+            # Empty is the state of an optimizer before its first step, and of a loss scale that is not in use.
+            if parts[name]:
+                with explain_errors(f"the state of {name} at step {step} does not fit this run", fix, ValueError):
+                    part.load_state_dict(parts[name])
+        self.step, self.sequences = step, saved["sequences"]
+
+    def compared(self) -> dict[str, list[Tensor]]:
+        """{name: tensors} of what must be equal on all ranks: all but the shards of optimizers."""
+        whole = {name: part.state_dict() for name, part in self.parts.items() if not is_sharded(part)}
+        return {"weights": [*self.weights.values()]} | {name: tensors_of(state) for name, state in whole.items()}
+
+    def num_bytes(self) -> int:
+        """Of a checkpoint."""
+        parts = self.parts.values()
+        optimizers = sum(part.num_bytes for part in parts if isinstance(part, NamedOptimizer))
+        others = [part.state_dict() for part in parts if not isinstance(part, NamedOptimizer)]
+        return optimizers + sum(t.nbytes for t in [*self.weights.values(), *tensors_of(others)])
+
+
+def is_sharded(part: Part) -> bool:
+    """Whether each rank has its own share of this part."""
+    return isinstance(part, NamedOptimizer) and part.is_sharded
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+# ------------------------------------------------------------------------- weights and the model
+
+
+def to_state_dict(model: GPT, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's state dict with these weights: a tied head is under both of its names."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {name: weights[names[p]].detach() for name, p in model.state_dict(keep_vars=True).items()}
+
+
+@torch.no_grad()
+def copy_weights(model: GPT, weights: dict[str, Tensor]) -> None:
+    """Let the model compute with these weights, rounded to its own precision. They are copied into its parameters,
+    which with ZeRO-1 are views of larger tensors."""
+    pairs = [(p, weights[name]) for name, p in model.named_parameters() if p is not weights[name]]
+    if pairs:
+        torch._foreach_copy_([p for p, _ in pairs], [weight for _, weight in pairs])
+
+
+@contextmanager
+def swapped_weights(model: GPT, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Let the model compute with these weights inside the block, such as an average, and with its own ones after it."""
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copy_weights(model, weights)
+    try:
+        yield
+    finally:
+        copy_weights(model, own)
