@@ -52,17 +52,16 @@ class Example:
 
 
 def render(row: dict) -> Example:
-    """Tokenize one row of the data set. Each ending follows the context after a space. Raises KeyError, TypeError or
-    ValueError for anything else."""
+    """Tokenize one row of the data set. Each ending follows the context after a space. Raises UserError for
+    anything else."""
     encode = tokenizer.encoding().encode_ordinary
-    context = encode(row["ctx"])
-    endings = [encode(" " + ending) for ending in row["endings"]]
-    # Without a context nothing would predict the first token of an ending.
-    if not context or len(endings) != NUM_ENDINGS:
-        raise ValueError("it has no context, or not four endings")
-    # The original has numbers, the Hub's copy text. As text, true and 2.7 are no labels.
-    label = LABELS.index(str(row["label"]))
-    return Example(context, endings, label)
+    match row:
+        case {"ctx": str(context), "endings": [str(), str(), str(), str()] as endings, "label": label}:
+            # Without a context nothing would predict the first token of an ending. As labels the original has numbers,
+            # the Hub's copy text. As text, true and 2.7 are none.
+            if context and str(label) in LABELS:
+                return Example(encode(context), [encode(" " + ending) for ending in endings], int(label))
+    raise UserError("a row has 'ctx' (text), 'endings' (four texts) and 'label' (0 to 3)")
 
 
 def load_examples(path: str | Path = HELLASWAG_DATA, limit: int = 0) -> list[Example]:
@@ -76,8 +75,8 @@ def load_examples(path: str | Path = HELLASWAG_DATA, limit: int = 0) -> list[Exa
 
     examples = []
     for number, line in enumerate(lines[: limit or None], 1):
-        rule = "is not JSON with 'ctx' (text), 'endings' (four texts) and 'label' (0 to 3)"
-        with explain_errors(f"{path} line {number} {rule}", f"fix it, or remove the file and run: {download_command}"):
+        fix = f"fix it, or remove the file and run: {download_command}"
+        with explain_errors(f"{path} line {number} is no row", fix, json.JSONDecodeError, UnicodeDecodeError):
             examples.append(render(json.loads(line)))
     return examples
 

@@ -1,8 +1,8 @@
 """The errors of a user, and what turns the error of a file into one.
 
     require(T > 0, f"--sequence-length {T} must be at least 1; use 1024")
-    with explain_errors("cannot read a.npy", "make it again"):
-        ...
+    with explain_errors("cannot read a.npy", "make it again", ValueError):
+        np.load("a.npy")
 
 A program ends in one of two ways beside success: an error that the user can fix is one message (UserError), anything
 else is a crash with its traceback. A crash that needs no traceback is one message, too (TransientError).
@@ -37,15 +37,17 @@ TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errn
 
 @contextmanager
 def explain_errors(problem: str, fix: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn whatever is raised in this block into a UserError with its words, unless it is not the fault of a file. For
-    files that may come from anywhere: the libraries that read them raise a dozen kinds of errors for damaged ones."""
+    """Turn an error about a file into a UserError with its words: a UserError, an OSError unless it may pass, and
+    `kinds`, those that the library in this block raises for a damaged file. All else is an error of programming, or of
+    the machine, and stays a crash. So no kind is NameError, AttributeError, TypeError or one of their bases, unless the
+    block is no more than the construction of an object from what a file says."""
     try:
         yield
-    except Exception as e:
+    except (UserError, OSError, *kinds) as e:  # type: ignore[misc]
         is_of_system = isinstance(e, OSError) and e.errno in TRANSIENT_ERRORS
         if is_of_system or isinstance(e, MemoryError) or "CUDA error" in str(e):
             raise  # the run ends as a crash, and is restarted
         reason = str(e)
         if not isinstance(e, UserError):
             reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise UserError(f"{problem} ({reason}); {fix}") from None
+        raise UserError(f"{problem} ({reason}); {fix}") from e

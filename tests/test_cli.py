@@ -134,13 +134,14 @@ def test_a_notebook_goes_on_after_a_script():
 
 
 def test_an_error_in_a_file_is_explained_with_its_fix():
-    for error in (ValueError("no number"), UserError("no number")):
-        with pytest.raises(UserError, match=r"shard 3.*no number.*make it again"):
-            with explain_errors("shard 3 is damaged", "make it again"):
+    for error in (ValueError("no number"), UserError("no number"), OSError("no number")):
+        with pytest.raises(UserError, match=r"shard 3.*no number.*make it again") as caught:
+            with explain_errors("shard 3 is damaged", "make it again", ValueError):
                 raise error
-    for error in (os_error("EIO"), MemoryError()):  # not the file's fault
+        assert caught.value.__cause__ is error
+    for error in (os_error("EIO"), MemoryError(), TypeError()):  # not the file's fault
         with pytest.raises(type(error)):
-            with explain_errors("shard 3 is damaged", "make it again"):
+            with explain_errors("shard 3 is damaged", "make it again", ValueError):
                 raise error
 
 

@@ -166,6 +166,7 @@ OTHERS = """
 {"activation_function": "relu"}           | relu
 {"model_type": "gpt_neo"}                 | model_type.*'gpt_neo'
 {"n_head": null}                          | n_head
+{"n_embd": "32"}                          | n_embd
 {"layer_norm_epsilon": 7}                 | layer_norm_epsilon
 {"scale_attn_weights": false}             | scale_attn_weights
 {"add_cross_attention": true}             | add_cross_attention
@@ -238,6 +239,11 @@ def test_a_build_nanogpt_file_is_read(tmp_path, monkeypatch):
 def test_what_is_no_checkpoint_of_nanogpt_says_so(tmp_path):
     file = checkpoint.model_file(make_network(vocab_size=65), 1)
     contents = {"model": file["model"], "n_head": {"model": file["model"], "config": {"heads": 4}}, "already": file}
+    contents |= {"'model'": [1], "tensors": {"model": {"a": 1}, "config": {"n_head": 4}}}
+    contents |= {
+        "lacks": {"model": {}, "config": {"n_head": 4}},
+        "step": contents["n_head"] | {"config": {"n_head": 4}, "step": "x"},
+    }
     for named, content in contents.items():
         torch.save(content, tmp_path / "old.pt")
         with pytest.raises(UserError, match=named):

@@ -89,6 +89,12 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, named):
         read_documents(tmp_path / name)
 
 
+def test_an_error_of_a_reader_itself_is_not_the_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "cut_pieces", lambda file: len(None))
+    with pytest.raises(TypeError):
+        read_documents(write_documents(tmp_path / "a.txt", DOCUMENTS))
+
+
 # ------------------------------------------------------------------------- tables
 
 

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -68,6 +69,14 @@ def test_damage_is_found_wherever_it_is(good, name):
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match=path.name):
         READERS[name](path)
+
+
+@pytest.mark.parametrize("error", [NameError, AttributeError, TypeError, AssertionError, ImportError])
+@pytest.mark.parametrize("name", ["run/model_00012.pt", "hf/model.safetensors", "old/ckpt.pt"])
+def test_an_error_in_an_edited_model_is_not_the_files(good, monkeypatch, name, error):
+    monkeypatch.setattr(GPT, "from_state_dict", Mock(side_effect=error))
+    with pytest.raises(error):
+        READERS[name](good / name)
 
 
 # ------------------------------------------------------------------------- code

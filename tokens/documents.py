@@ -5,7 +5,7 @@
 
     file --- a reader, chosen by its suffix ---> documents, or pieces of them --- read_chunks ---> chunks
 
-Called by fineweb.py. READERS says which suffixes there are, and how each is read.
+READERS says which suffixes there are, and how each is read.
 
 The readers are this project's own, over pyarrow's parquet and Python's json: what a file says arrives as it stands, or
 its row is named. (`datasets` 5.2 turns the text "2020-01-01" of JSON into a date, texts into JSON if a row beside them
@@ -36,26 +36,29 @@ SEPARATOR = "<|endoftext|>"  # as it is spelled in text files
 # what comes before it, so the tokens of the two parts are those of the whole.
 SAFE_CUT = re.compile(r"\S(?=[ \r\n])")
 
-# What a reader yields: a document or a piece of one, a str or the ids (n,) uint16 of a file of tokens, or None for a
-# row of a table without text; and whether it begins a document, or continues the document before it.
+# A reader yields a document or a piece of one, which is a str or the ids (n,) uint16 of a file of tokens, or None for a
+# row of a table without text; and whether that begins a document, or continues the document before it.
 Piece = tuple[Any, bool]
 
 
-# Texts, or arrays of ids, to tokenize together: of each, whether it begins a document, and the index of its file.
+# Texts, or arrays of ids, to tokenize together, each with whether it begins a document, and the index of its file.
 Chunk = list[tuple[Any, bool, int]]
 
 
 def read_chunks(paths: Iterable[Path], first_file: int, column: str) -> Iterator[Chunk]:
-    """Chunks of files, each of which may hold several files. Raises UserError if one cannot be read. Rows without text
-    are no documents; how many there are is printed at the end.
+    """Yield chunks, each of which may hold several files. Raises UserError if a file cannot be read. Rows without text
+    are no documents; this prints at the end how many there are.
 
-    first_file: index of the first file in its source.
-    column: of tables, the one with the text.
+    first_file: the index of the first file in its source.
+    column: the column of tables that has the text.
     """
+    import pyarrow as pa
+
     chunk: Chunk = []
     size = empty_rows = 0
     for file, path in enumerate(paths, first_file):
-        with explain_errors(f"cannot read {path}", "repair it, or leave it out"):
+        # These kinds are never an error of this program, so they may come from anywhere in this block.
+        with explain_errors(f"cannot read {path}", "repair it, or leave it out", pa.ArrowException, UnicodeDecodeError):
             for text, begins in find_reader(path)(path, column):
                 if text is None:
                     empty_rows += 1
@@ -97,14 +100,14 @@ def read_parquet(path: Path, column: str) -> Iterator[Piece]:
         # As bytes, so that a row that is not UTF-8 can be named.
         try:
             values = batch.column(0).cast(pa.large_binary()).to_pylist()
-        except pa.ArrowNotImplementedError:
-            raise UserError(explain_content(column, str(schema.field(column).type))) from None
+        except pa.ArrowNotImplementedError as e:
+            raise UserError(explain_content(column, str(schema.field(column).type))) from e
         for value in values:
             row += 1
             try:
                 text = value.decode() if value else None
-            except UnicodeDecodeError:
-                raise UserError(f"row {row} is not UTF-8: {value[:80]!r}; convert it") from None
+            except UnicodeDecodeError as e:
+                raise UserError(f"row {row} is not UTF-8: {value[:80]!r}; convert it") from e
             yield text, True
 
 
@@ -114,7 +117,8 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            with explain_errors(f"line {number} is not an object of JSON in UTF-8: {line[:80]!r}", "correct it"):
+            problem = f"line {number} is not an object of JSON in UTF-8: {line[:80]!r}"
+            with explain_errors(problem, "correct it", ValueError, TypeError):
                 row = dict(json.loads(line))
             require(column in row, f"line {number}: {explain_column(column, row)}")
             text = row[column]
@@ -127,11 +131,10 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
 
 
 def open_binary(path: Path) -> io.BufferedReader:
-    """The bytes of a file, decompressed if its last suffix says so."""
+    """The bytes of a file, which pyarrow decompresses if the last suffix says so."""
     import pyarrow as pa
 
-    file = pa.input_stream(str(path)) if path.suffix in (".gz", ".zst") else open(path, "rb", 0)
-    return io.BufferedReader(file, BUFFER_BYTES)
+    return io.BufferedReader(pa.input_stream(str(path)), BUFFER_BYTES)
 
 
 def read_text(path: Path, _column: str) -> Iterator[Piece]:

@@ -22,6 +22,7 @@ import re
 import shlex
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from tokenize import TokenError
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -68,8 +69,9 @@ def write_bin(file: BinaryIO, tokens: np.ndarray) -> None:
 def map_shard(path: Path) -> np.memmap:
     """The tokens (n,) of a shard, of which only the header is read. Raises UserError unless the file is complete."""
     fix = f"remove it, and {REPAIR}"
-    with explain_errors(f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin", fix):
-        tokens = map_bin(path) if path.suffix == ".bin" else np.load(path, mmap_mode="r")
+    problem = f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin"
+    with explain_errors(problem, fix, ValueError, OverflowError, TokenError):  # of numpy, for its header
+        tokens = map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, "r")
         require(tokens.dtype == "<u2" and tokens.ndim == 1, f"it holds {tokens.dtype} of shape {tokens.shape}")
         size = path.stat().st_size
         promise = f"its header promises {len(tokens):,} tokens but it has {size:,} bytes"
@@ -174,11 +176,12 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     path = Path(data_dir) / MANIFEST
     if not path.exists():
         return None
-    with explain_errors(f"{path} is not a manifest of this program", "move it away, or get the folder again"):
+    problem, fix = f"{path} is not a manifest of this program", "move it away, or get the folder again"
+    with explain_errors(problem, fix, ValueError, KeyError, TypeError):
         raw = json.loads(path.read_bytes())
         # Version 1 had more ways to read a source; its folders train, but are not continued.
         names = {f.name for f in fields(Source)}
-        source = {name: value for name, value in raw["source"].items() if name in names}
+        source = {name: value for name, value in dict(raw["source"]).items() if name in names}
         source["files"] = [SourceFile(**file) for file in source.get("files", [])]
         # A missing or unknown field is an error of the dataclass.
         shards = [Shard(**shard) for shard in raw["shards"]]

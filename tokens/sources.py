@@ -7,9 +7,9 @@
     for path in download(source, first_file=0, folder=Path("data/fineweb-edu/.source")):
         ...  # the file is deleted when the next one is asked for
 
-Of a dataset on the Hub, a path after --subset, such as sample/10BT/, chooses parquet files, or if it has none .jsonl.
-Every other subset is a configuration, of which `datasets` says which files a split has. Either way they are downloaded
-one after the other, and read as local files are.
+A path after --subset, such as sample/10BT/, chooses the parquet files of a dataset on the Hub, or the .jsonl of one
+without parquet. Any other subset is a configuration, and `datasets` says which files its splits have. In both cases
+the files are downloaded one after the other, and read as local files are.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ class HubDataset(NamedTuple):
     """A dataset that has a name after --source.
 
     folder: the first characters of the paths of its files; "" means all files, and None that it has configurations.
-    limit_tokens: of the default --limit-tokens.
-    first_words: with which its first document begins, by the Hub's viewer.
+    limit_tokens: the default of --limit-tokens.
+    first_words: the beginning of its first document, by the Hub's viewer.
     """
 
     repo: str
@@ -189,11 +189,11 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
     """The paths of the files of a split, in the order in which `datasets` reads them. No code of the dataset is run."""
     # Without the request by which `datasets` counts downloads; it would wait for seconds without a network.
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
-    fix = "check its name, --subset, the network, and that HF_HOME (default ~/.cache/huggingface) can be written"
-    with explain_errors(f"`datasets` cannot list the files of {repo}", fix):
-        import datasets
+    import datasets
 
-        datasets.logging.set_verbosity_error()
+    datasets.logging.set_verbosity_error()
+    fix = "check its name, --subset, the network, and that HF_HOME (default ~/.cache/huggingface) can be written"
+    with explain_errors(f"`datasets` cannot list the files of {repo}", fix, ValueError, RuntimeError), open_hub():
         builder = datasets.load_dataset_builder(repo, config or None, revision=revision)
     data_files = builder.config.data_files  # {split: [url, ...]}
     known = ", ".join(map(str, data_files))

@@ -4,8 +4,6 @@
     save_hf(model, "out/my-gpt2")      # AutoModelForCausalLM and AutoTokenizer read this folder
     model, step = load_old("old.pt")   # from build-nanogpt or nanoGPT; no pickled code is run
 
-Called by weights/open_model.py, which opens any model, and by hub.py for its commands `export` and `import`.
-
 transformers has a class for OpenAI's network, and writes that itself. Any other network is exported with its code:
 model.py, wrapped by the class in weights/modeling_gpt.py. The weights have the names of model.py, but:
 
@@ -25,13 +23,14 @@ import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model import GPT, VOCAB_SIZE, GPTConfig
-from system.errors import explain_errors, require
+from system.errors import UserError, explain_errors, require
 from system.huggingface import open_hub
 from system.printing import print0
 from tokens import tokenizer
@@ -93,11 +92,14 @@ def load_hf(name_or_dir: str | Path) -> GPT:
 
     Raises UserError if the model is missing or damaged, is not a network of model.py, or does not use GPT-2's tokens.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     name, folder = str(name_or_dir), Path(name_or_dir)
     is_here = folder.is_dir()
-    with explain_errors(f"cannot open {name}", "download or export it again"):
+    # RuntimeError: of torch, for weights that do not fit the network.
+    kinds = (SafetensorError, ValueError, RuntimeError)
+    with explain_errors(f"cannot open {name}", "download or export it again", *kinds):
         # What the network is comes first: another one may have weights of 16 GB.
         if not is_here:
             folder = download(name, SMALL_FILES)
@@ -109,7 +111,9 @@ def load_hf(name_or_dir: str | Path) -> GPT:
         # The weights: one file or, without it, the parts that the index names. Others may lie beside them.
         files = {WEIGHTS}
         if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-            files = {Path(part).name for part in read_json(folder / INDEX)["weight_map"].values()}
+            match read_json(folder / INDEX):
+                case {"weight_map": dict(parts)}:
+                    files = {Path(str(part)).name for part in parts.values()}
         weights: dict[str, Tensor] = {}
         for file in files:
             fix = "if it has a pytorch_model.bin, load that with transformers, and save_pretrained"
@@ -129,40 +133,45 @@ def download(name: str, patterns: list[str]) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """What a .json file of a folder holds."""
+    """What a .json file of a folder holds, which may be anything. Raises ValueError if that is not JSON."""
     return json.loads(path.read_text())
 
 
 def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     """The network that a folder's config.json describes, and whether its weights are laid out as GPT2LMHeadModel's.
-    Raises UserError, which names what it is, if it is not a network of model.py."""
+    Raises ValueError or UserError, which name what it is, if it is not a network of model.py."""
     hf_config = read_json(folder / "config.json")
+    require(isinstance(hf_config, dict), "its config.json is not an object of JSON")
     model_type = hf_config.get("model_type")
-    if model_type == CODE_TYPE:
-        return GPTConfig.from_dict(hf_config["network"]), False
+    network = hf_config.get("network")
+    if model_type != CODE_TYPE:
+        # Others may have tensors of the same names: GPT-Neo computes something else with them.
+        require(model_type == "gpt2", f"its model_type is {model_type!r:.99}; only 'gpt2' is supported")
+        for name, supported in GPT2_FIXED.items():
+            value = hf_config.get(name, supported)
+            require(value == supported, f"its {name} is {value!r:.99}; only {supported!r} is supported")
+        network = {field: hf_config.get(name) for field, name in GPT2_SIZES.items()}
+        network["tied_head"] = hf_config.get("tie_word_embeddings", True)
+        activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
+        activation = str(hf_config.get("activation_function", "gelu_new"))
+        network["activation"] = activations.get(activation, activation)
 
-    # Others may have tensors of the same names: GPT-Neo computes something else with them.
-    require(model_type == "gpt2", f"its model_type is {model_type!r:.99}; only 'gpt2' is supported")
-    for name, supported in GPT2_FIXED.items():
-        value = hf_config.get(name, supported)
-        require(value == supported, f"its {name} is {value!r:.99}; only {supported!r} is supported")
-    sizes = {field: hf_config[name] for field, name in GPT2_SIZES.items()}
-    activations = {hf_name: name for name, hf_name in GPT2_ACTIVATIONS.items()}
-    activation = activations[hf_config.get("activation_function", "gelu_new")]
-    is_tied = hf_config.get("tie_word_embeddings", True)
-    return GPTConfig.from_dict({**sizes, "tied_head": is_tied, "activation": activation}), True
+    require(isinstance(network, dict), "its config.json describes no network")
+    for name, default in asdict(GPTConfig()).items():
+        value = network.get(name, default)
+        require(type(value) is type(default), f"its {name} is {value!r:.99}, no {type(default).__name__}")
+    return GPTConfig.from_dict(network), model_type != CODE_TYPE
 
 
 def check_tokenizer(folder: Path) -> None:
     """Raise UserError if a model comes with another tokenizer than GPT-2's, whose tokens would be nonsense here. One
     late token tells: its id is the number of merges before it."""
-    if (folder / "tokenizer.json").is_file():
-        tokens = read_json(folder / "tokenizer.json")["model"]["vocab"]
-    elif (folder / "vocab.json").is_file():
-        tokens = read_json(folder / "vocab.json")
-    else:
-        return
-    require(tokens.get("Ġgazed") == 50255, f"its tokenizer, of {len(tokens)} tokens, is not GPT-2's; use transformers")
+    for name in ("tokenizer.json", "vocab.json"):
+        if (folder / name).is_file():
+            match read_json(folder / name):
+                case {"model": {"vocab": {"Ġgazed": 50255}}} | {"Ġgazed": 50255}:
+                    return
+            raise UserError(f"its {name} is not GPT-2's; use transformers")
 
 
 def clean_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -181,8 +190,8 @@ def clean_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def build(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
     """The GPT of a config and clean weights. A tied head may be missing, and one that differs from the embedding is
     kept, whatever the config says, as transformers keeps it."""
-    if config.tied_head:
-        wte = weights["transformer.wte.weight"]
+    wte = weights.get("transformer.wte.weight")
+    if config.tied_head and wte is not None:
         head = weights.setdefault("lm_head.weight", wte)
         config = replace(config, tied_head=torch.equal(head, wte))
     return build_model(config, weights)
@@ -312,6 +321,8 @@ class PickledObject:
     """Stands in for whatever class or function an old file has pickled: it takes the attributes, and has no code to
     run. A config keeps its numbers; a numpy scalar loses its own, which nothing here reads."""
 
+    n_head: Any  # of a config
+
     def __init__(self, *args: Any):
         """Whatever the original was called with."""
 
@@ -327,38 +338,50 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
     No pickled code is run. The tensors give the weights and the shape of the network; only the number of heads comes
     from the config in the file. Raises UserError if the file is anything else.
     """
-    with explain_errors(f"{path} is not a build-nanogpt or nanoGPT checkpoint", "nothing in it was run"):
+    problem, fix = f"{path} is not a build-nanogpt or nanoGPT checkpoint", "nothing in it was run"
+    with explain_errors(problem, fix, ValueError, RuntimeError, UnpicklingError, EOFError, LookupError):
         # torch names what it would call in the file.
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(PickledObject, name) for name in names]):
             saved = load_tensors(Path(path))
-        require("format" not in saved, "it is a checkpoint of this project already; it needs no import")
+    # RuntimeError: of torch, for weights that do not fit the network.
+    with explain_errors(problem, fix, ValueError, RuntimeError):
         return build_old(saved)
 
 
-def build_old(saved: dict[str, Any]) -> tuple[GPT, int]:
-    """The GPT and the step in the contents of an old checkpoint. Raises KeyError and others if they do not fit."""
-    weights = clean_weights(saved["model"])
-    wpe = weights["transformer.wpe.weight"]  # (block_size, C)
-
+def build_old(saved: Any) -> tuple[GPT, int]:
+    """The GPT and the step in the contents of an old checkpoint, which may be anything. Raises UserError, ValueError or
+    RuntimeError if they do not fit."""
+    require(isinstance(saved, dict), "it has no 'model'")
+    require("format" not in saved, "it is a checkpoint of this project already; it needs no import")
     # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`. No tensor
     # tells how many heads there are, and another number would compute something else.
     is_nanogpt = "model_args" in saved
-    network_args = saved["model_args"] if is_nanogpt else saved["config"]
-    if not isinstance(network_args, dict):
-        network_args = vars(network_args)
+    args_name = "model_args" if is_nanogpt else "config"
+    match saved.get("model"), saved.get(args_name):
+        case dict(tensors), {"n_head": int(n_head)} | PickledObject(n_head=int(n_head)):
+            are_tensors = all(isinstance(tensor, Tensor) for tensor in tensors.values())
+            require(are_tensors, "its 'model' has other things than tensors")
+        case _:
+            raise UserError(f"it has no 'model', or no number 'n_head' in its {args_name!r}")
+
+    weights = clean_weights(tensors)
+    names = {"transformer.wpe.weight", "transformer.wte.weight"}
+    require(names <= weights.keys(), f"it lacks {names - weights.keys()}")
+    block_size, n_embd = weights["transformer.wpe.weight"].shape
 
     # The network that the tensors fit.
     config = GPTConfig(
-        block_size=len(wpe),
-        vocab_size=len(weights["transformer.wte.weight"]),
+        block_size=block_size,
+        vocab_size=weights["transformer.wte.weight"].shape[0],
         n_layer=len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")}),
-        n_head=network_args["n_head"],
-        n_embd=wpe.size(1),
+        n_head=n_head,
+        n_embd=n_embd,
         bias="transformer.ln_f.bias" in weights,
         activation="gelu_erf" if is_nanogpt else "gelu",  # nanoGPT's is the exact one since May 2023
     )
 
     # A step is only a name for the new file: without one it is 0.
     step = saved.get("step", saved.get("iter_num", 0))  # build-nanogpt's name, nanoGPT's name
+    require(isinstance(step, int), "its step is no number")
     return build(config, weights), step
