@@ -65,7 +65,8 @@ def parse_args() -> argparse.Namespace:
         help="tokens per shard; unless given 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, "
         f"rounded to one digit, at most {SHARD_TOKENS:,}: even small sources get several shards, the first one val",
     )
-    parser.add_argument("--format", choices=["npy", "bin"], default="npy", help="as in build-nanogpt, or as in llm.c")
+    formats = [suffix[1:] for suffix in shards.FORMATS]
+    parser.add_argument("--format", choices=formats, default="npy", help="npy: as in build-nanogpt; bin: as in llm.c")
     parser.add_argument(
         "--limit-tokens",
         type=token_count,

@@ -115,7 +115,7 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None) -> None:
             names = [shard.file for shard in manifest.shards]
         matches = [match for match in map(shards.SHARD_NAME.fullmatch, names) if match]
         train_names = sorted(match[0] for match in matches if match["split"] == "train")
-        require(train_names, f"{repo} has no training shard (NAME_train_000001.npy or .bin); is the name right?")
+        require(train_names, f"{repo} has no training shard (NAME_train_000001{shards.SUFFIXES}); is the name right?")
 
         # A limit leaves out the later shards for training, but none that is here already.
         too_late = train_names[limit_shards:] if limit_shards is not None else []

@@ -23,7 +23,7 @@ import numpy as np
 
 from system.errors import UserError, explain_errors, require
 from system.printing import print0
-from tokens.shards import BIN_MAGIC, DDP_MAGIC, check_ids, map_shard
+from tokens.shards import BIN_MAGIC, DDP_MAGIC, FORMATS, check_ids, map_shard
 from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
@@ -225,7 +225,7 @@ STREAM_READERS = {".jsonl": read_jsonl, ".txt": read_text, ".md": read_text, ".p
 READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".parquet": read_parquet,
     **{suffix + compression: read for suffix, read in STREAM_READERS.items() for compression in ("", ".gz", ".zst")},
-    ".npy": read_shard,
+    **dict.fromkeys(FORMATS, read_shard),
     ".bin": read_bin,
 }
 

@@ -1,6 +1,4 @@
-"""Shards: the token formats (`.npy` and llm.c's `.bin`) and the manifest that describes a folder of them.
-
-fineweb.py writes shards, training/loader.py reads them, hub.py pushes and pulls them.
+"""Shards: their formats, and the manifest that describes a folder of them.
 
     sha256 = write_shard("data/x/x_train_000001.npy", tokens)     # (n,) uint16
     tokens = read_shard("data/x/x_train_000001.npy", sha256)
@@ -12,15 +10,17 @@ A shard is a 1-D array of little-endian uint16 token ids behind a header:
     .npy    numpy's header: type and shape         | id 0 | id 1 | ...
     .bin    256 int32: magic, version, n, 0, 0 ... | id 0 | id 1 | ...
 
-Files are named NAME_{train|val}_INDEX.npy or .bin, like build-nanogpt's edufineweb_train_000001.npy and kjj0's
-fineweb_train_000001.bin. Every header is checked against the file's size, and nothing is ever unpickled.
+FORMATS is the table of these. Files are named NAME_{train|val}_INDEX and a suffix of that table, like build-nanogpt's
+edufineweb_train_000001.npy and kjj0's fineweb_train_000001.bin. Every header is checked against the file's size, and
+nothing is ever unpickled.
 """
 
 import hashlib
 import json
 import re
 import shlex
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
 from typing import BinaryIO, NamedTuple
@@ -29,15 +29,10 @@ import numpy as np
 
 from system.errors import UserError, explain_errors, require
 from system.files import atomic_write
-from system.printing import print0
 from tokens.tokenizer import EOT
 
 MANIFEST = "manifest.json"
 VERSION = 2  # of the manifest: whoever changes which tokens a source gives raises it
-# NAME_train_000001.npy: name, split, index. The name has no slash, so it stays in its folder.
-SHARD_NAME = re.compile(
-    r"(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?\.(npy|bin)"
-)
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR = "run the command that made or pulled the folder again"
 BIN_MAGIC = 20240520  # llm.c: dataloader.h
@@ -46,12 +41,16 @@ BIN_VERSION = 1
 BIN_HEADER_WORDS = 256  # of int32
 
 
-# ------------------------------------------------------------------------- one file
+# ------------------------------------------------------------------------- formats
+
+
+def map_npy(path: Path) -> np.memmap:
+    """Unlike np.load, which also opens a zip of arrays."""
+    return np.lib.format.open_memmap(path, "r")
 
 
 def map_bin(path: Path) -> np.memmap:
-    """The tokens of llm.c's format, as np.load maps those of numpy's."""
-    header = np.fromfile(path, "<i4", BIN_HEADER_WORDS)
+    header = np.fromfile(path, "<u4", BIN_HEADER_WORDS)
     magic, version, n = header[:3].tolist()
     require(magic != DDP_MAGIC, "it is a shard of DDP-BASEMODEL-TRAIN: make it again with fineweb.py")
     is_known = magic == BIN_MAGIC and version == BIN_VERSION
@@ -66,12 +65,35 @@ def write_bin(file: BinaryIO, tokens: np.ndarray) -> None:
     file.write(tokens.data)
 
 
+class Format(NamedTuple):
+    """One way to store ids, little-endian uint16, behind a header or none.
+
+    map: returns the ids (n,) of a file, of which it reads the header. Raises UserError or ValueError for other files.
+    write: writes ids (n,) to an open file.
+    """
+
+    map: Callable[[Path], np.memmap]
+    write: Callable[[BinaryIO, np.ndarray], None]
+
+
+# {suffix: format}. The names of files, what a folder holds, --format and messages follow from this table.
+FORMATS = {".npy": Format(map_npy, np.save), ".bin": Format(map_bin, write_bin)}
+SUFFIXES = " or ".join(FORMATS)
+# NAME_train_000001.npy: name, split, index. The name has no slash, so it stays in its folder.
+SHARD_NAME = re.compile(
+    r"(?P<name>[^/\\\x00-\x1f\x7f-\x9f]+?)_(?P<split>train|val)(_(?P<index>[0-9]{1,18}))?"
+    f"({'|'.join(map(re.escape, FORMATS))})"
+)
+
+
+# ------------------------------------------------------------------------- one file
+
+
 def map_shard(path: Path) -> np.memmap:
     """The tokens (n,) of a shard, of which only the header is read. Raises UserError unless the file is complete."""
-    fix = f"remove it, and {REPAIR}"
-    problem = f"{path} is not a shard, a uint16 .npy with one dimension or an llm.c .bin"
-    with explain_errors(problem, fix, ValueError, OverflowError, TokenError):  # of numpy, for its header
-        tokens = map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, "r")
+    problem = f"{path} is not a shard of uint16 in one dimension"
+    with explain_errors(problem, f"remove it, and {REPAIR}", ValueError, TokenError):  # of numpy, for its header
+        tokens = FORMATS[path.suffix.lower()].map(path)
         require(tokens.dtype == "<u2" and tokens.ndim == 1, f"it holds {tokens.dtype} of shape {tokens.shape}")
         size = path.stat().st_size
         promise = f"its header promises {len(tokens):,} tokens but it has {size:,} bytes"
@@ -97,9 +119,9 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> str:
-    """Write (n,) token ids as .npy or .bin, by suffix, all or nothing; returns the sha256 of the file."""
+    """Write (n,) token ids in the format of the suffix, all or nothing; returns the sha256 of the file."""
     path = Path(path)
-    write = write_bin if path.suffix == ".bin" else np.save
+    write = FORMATS[path.suffix].write
     with atomic_write(path) as f:
         write(f, tokens.astype("<u2", copy=False))
     with open(path, "rb") as f:
@@ -127,7 +149,7 @@ class SourceFile:
 class Source:
     """The text of a folder. `name`: of a dataset on the Hub, or "files", "stdlib" or "shakespeare". `subset` and
     `split`: of a dataset, as after these flags. `revision`: the Hub's, or a hash that changes with the files. `column`:
-    of tables, the one with the text."""
+    the column of tables that has the text."""
 
     name: str
     subset: str = ""
@@ -177,18 +199,15 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     if not path.exists():
         return None
     problem, fix = f"{path} is not a manifest of this program", "move it away, or get the folder again"
+    # A missing or unknown field is an error of the dataclass.
     with explain_errors(problem, fix, ValueError, KeyError, TypeError):
         raw = json.loads(path.read_bytes())
-        # Version 1 had more ways to read a source; its folders train, but are not continued.
-        names = {f.name for f in fields(Source)}
-        source = {name: value for name, value in dict(raw["source"]).items() if name in names}
-        source["files"] = [SourceFile(**file) for file in source.get("files", [])]
-        # A missing or unknown field is an error of the dataclass.
-        shards = [Shard(**shard) for shard in raw["shards"]]
-        manifest = Manifest(**{**raw, "source": Source(**source), "shards": shards})
-        is_known = manifest.version in (1, VERSION) and manifest.tokenizer == "gpt2"
-        require(is_known, f"only versions 1 and {VERSION} and the tokenizer gpt2 are supported")
-        for shard in shards:
+        found = raw["version"], raw["tokenizer"]
+        require(found == (VERSION, "gpt2"), f"its version is {found[0]} with {found[1]}, not {VERSION} with gpt2")
+        files = [SourceFile(**file) for file in raw["source"]["files"]]
+        source = Source(**{**raw["source"], "files": files})
+        manifest = Manifest(**{**raw, "source": source, "shards": [Shard(**shard) for shard in raw["shards"]]})
+        for shard in manifest.shards:
             require(SHA256.fullmatch(shard.sha256) and SHARD_NAME.fullmatch(shard.file), "a shard is malformed")
     return manifest
 
@@ -206,26 +225,34 @@ class ShardFile(NamedTuple):
 
 
 def shard_files(data_dir: str | Path) -> list[Path]:
-    """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder."""
+    """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder, or if one
+    of them has a suffix that is not in FORMATS."""
     data_dir = Path(data_dir)
     fix = f"fineweb.py makes one: python fineweb.py --source SOURCE --out {shlex.quote(str(data_dir))}"
     require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
     # By number, as x_train_1000000 comes after x_train_999999.
     numbered = []
-    for path in data_dir.iterdir():
+    for path in filter(Path.is_file, data_dir.iterdir()):
         match = SHARD_NAME.fullmatch(path.name)
-        if match and path.is_file():
+        if match:
             numbered.append((match["name"], int(match["index"] or 0), path.name))
+        # If such a file were left out, nothing would say that the data are fewer. A hidden one is unfinished.
+        is_other = not match and re.fullmatch(r"[^.].*_(train|val)_[0-9]+\..+", path.name)
+        require(not is_other, f"{path} is named like a shard, but only {SUFFIXES} are read; convert it or move it away")
     return [data_dir / file for _, _, file in sorted(numbered)]
 
 
 def list_shards(data_dir: str | Path) -> list[ShardFile]:
     """The shards that a folder consists of, in order: those of its manifest, or without one every file that is named
-    like a shard. Raises UserError if there is no folder, or if one of them is missing or bad."""
-    listed: dict[Path, str | None] = dict.fromkeys(shard_files(data_dir))
+    like a shard. Raises UserError if there is no folder, if one of them is missing or bad, or if the manifest does not
+    list one."""
+    found = shard_files(data_dir)
+    listed: dict[Path, str | None] = dict.fromkeys(found)
     manifest = read_manifest(data_dir)
     if manifest:
         listed = {Path(data_dir) / shard.file: shard.sha256 for shard in manifest.shards}
+    for path in found:
+        require(path in listed, f"{path} is not in {MANIFEST}; {REPAIR}, or move the file away")
     files = []
     for path, sha256 in listed.items():
         match = SHARD_NAME.fullmatch(path.name)
@@ -237,13 +264,10 @@ def list_shards(data_dir: str | Path) -> list[ShardFile]:
 def find_shards(data_dir: str | Path, split: str) -> list[ShardFile]:
     """The shards of `split` ("train" or "val") in a folder, in order. Raises UserError as list_shards does, or if there
     are none."""
-    listed = list_shards(data_dir)
-    for path in set(shard_files(data_dir)) - {file.path for file in listed}:
-        print0(f"warning: {path} is not in {MANIFEST}, and not read")
-    files = [file for file in listed if file.split == split]
+    files = [file for file in list_shards(data_dir) if file.split == split]
     folder = Path(data_dir).absolute()
     fix = "run the same fineweb.py command until it ends, with a smaller --shard-size for a small source"
-    require(files, f"{folder} has no {split} shard, NAME_{split}_000001.npy or .bin; {fix}")
+    require(files, f"{folder} has no {split} shard, NAME_{split}_000001{SUFFIXES}; {fix}")
     return files
 
 
