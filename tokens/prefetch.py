@@ -1,13 +1,11 @@
 """Prefetching: a thread produces items before they are needed.
 
-fineweb.py downloads, reads and tokenizes with it, training/loader.py reads batches.
+for batch in prefetch(read_batches(), depth=16):
+    train(batch)  # the next batches are read in the meantime
 
-    for batch in prefetch(read_batches(), depth=16):
-        train(batch)  # the next batches are read in the meantime
-
-    the thread     item 3, item 4, ...
-    produced       [item 1, item 2]         at most `depth` items that the caller has not taken
-    the caller     works on item 0
+the thread     item 3, item 4, ...
+produced       [item 1, item 2]         at most `depth` items that the caller has not taken
+the caller     works on item 0
 """
 
 from collections import deque
