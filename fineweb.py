@@ -236,7 +236,7 @@ def make_shards(out: Path, manifest: Manifest, files: list[Path]) -> Manifest:
     downloads = out / ".source"
     paths: Iterable[Path] = files[first_file:]
     if not files:
-        paths = sources.download(manifest.source, first_file, downloads)
+        paths = sources.download_in_turn(manifest.source, first_file, downloads)
     elif manifest.source.name == "shakespeare":
         paths = write_plays(files, downloads)[first_file:]
 

@@ -42,7 +42,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 VAL_ROWS = 10_042
 
 
-def download(path: Path, url: str) -> None:
+def download_rows(path: Path, url: str) -> None:
     """Fetch the validation rows from `url` to `path`. Raises UserError if they cannot be fetched or some are missing;
     then nothing is written."""
     fix = f"check the network, or save the file as {path}"
@@ -92,7 +92,7 @@ def main() -> None:
     # Without a model, make sure that the rows are there and can be read.
     if not args.model:
         if not args.data.exists():
-            download(args.data, args.url)
+            download_rows(args.data, args.url)
         row_count = len(load_examples(args.data))
         print0(f"{row_count} rows in {args.data}; score a model with: python hellaswag.py --model gpt2")
         return

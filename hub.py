@@ -59,7 +59,7 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
     return repo
 
 
-def download(api: HfApi, repo: str, repo_type: str, names: Collection[str], folder: Path) -> None:
+def pull_files(api: HfApi, repo: str, repo_type: str, names: Collection[str], folder: Path) -> None:
     """Download files of a repository into `folder`, and check their hashes. A file that is already there is never
     replaced: it must have the same content."""
 
@@ -120,7 +120,7 @@ def pull_data(repo: str, data_dir: Path, limit_shards: int | None) -> None:
         # A limit leaves out the later shards for training, but none that is here already.
         too_late = train_names[limit_shards:] if limit_shards is not None else []
         wanted = {match[0] for match in matches if match[0] not in too_late or (data_dir / match[0]).exists()}
-        download(api, repo, "dataset", wanted, data_dir)
+        pull_files(api, repo, "dataset", wanted, data_dir)
 
     # The manifest comes last, and lists what was pulled: it says that the folder is complete. Whoever has pushed may
     # have mixed two sets.
@@ -202,7 +202,7 @@ def pull_model(repo: str, out_dir: Path) -> None:
         steps = [int(match["step"]) for match in matches if match]
         require(steps, f"{repo} has no checkpoint (model_00000.pt); is the name right?")
         checkpoints = {model_path("", max(steps)).name, optim_path("", max(steps)).name}
-        download(api, repo, "model", checkpoints | {*RUN_FILES.values()}, out_dir)
+        pull_files(api, repo, "model", checkpoints | {*RUN_FILES.values()}, out_dir)
 
     # A run in `out_dir` may have been continued with other settings: its config stays.
     config, pulled_config = out_dir / "config.json", out_dir / RUN_FILES["config.json"]

@@ -176,7 +176,7 @@ def cut_pieces(file: io.TextIOWrapper) -> Iterator[str]:
 # ------------------------------------------------------------------------- files of token ids
 
 
-def read_shard(path: Path, _column: str) -> Iterator[Piece]:
+def read_ids(path: Path, _column: str) -> Iterator[Piece]:
     """The ids of a shard as they stand: EOT before each document is among them."""
     ids = map_shard(path)
     for start in range(0, len(ids), CHUNK_BYTES):
@@ -188,7 +188,7 @@ def read_shard(path: Path, _column: str) -> Iterator[Piece]:
 def read_bin(path: Path, column: str) -> Iterator[Piece]:
     """llm.c's shards, told apart by their first number, or else nanoGPT's tokens."""
     is_shard = np.isin(np.fromfile(path, "<i4", 1), (BIN_MAGIC, DDP_MAGIC)).any()
-    yield from read_shard(path, column) if is_shard else read_nanogpt(path)
+    yield from read_ids(path, column) if is_shard else read_nanogpt(path)
 
 
 def read_nanogpt(path: Path) -> Iterator[Piece]:
@@ -225,7 +225,7 @@ STREAM_READERS = {".jsonl": read_jsonl, ".txt": read_text, ".md": read_text, ".p
 READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".parquet": read_parquet,
     **{suffix + compression: read for suffix, read in STREAM_READERS.items() for compression in ("", ".gz", ".zst")},
-    **dict.fromkeys(FORMATS, read_shard),
+    **dict.fromkeys(FORMATS, read_ids),
     ".bin": read_bin,
 }
 

@@ -4,7 +4,7 @@
     source = describe_files("files", files, column="text")
 
     source = describe_hub(HUB_DATASETS["fineweb-edu"], subset=None, split=None, column="text", previous=None)
-    for path in download(source, first_file=0, folder=Path("data/fineweb-edu/.source")):
+    for path in download_in_turn(source, first_file=0, folder=Path("data/fineweb-edu/.source")):
         ...  # the file is deleted when the next one is asked for
 
 A path after --subset, such as sample/10BT/, chooses the parquet files of a dataset on the Hub, or the .jsonl of one
@@ -201,7 +201,7 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
     return [url.removeprefix(f"hf://datasets/{repo}@{revision}/") for url in data_files[split]]
 
 
-def download(source: Source, first_file: int, folder: Path) -> Iterator[Path]:
+def download_in_turn(source: Source, first_file: int, folder: Path) -> Iterator[Path]:
     """Download the files of a Hub source from `first_file` on into `folder`, whose lock the caller holds, and yield the
     path of each. They need more disk than the shards: while one is read, only the next one arrives, and each is deleted
     once the next one is asked for."""

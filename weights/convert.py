@@ -102,11 +102,11 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     with explain_errors(f"cannot open {name}", "download or export it again", *kinds):
         # What the network is comes first: another one may have weights of 16 GB.
         if not is_here:
-            folder = download(name, SMALL_FILES)
+            folder = download_model(name, SMALL_FILES)
         config, has_gpt2_layout = read_config(folder)
         check_tokenizer(folder)
         if not is_here:
-            download(name, WEIGHT_FILES)
+            download_model(name, WEIGHT_FILES)
 
         # The weights: one file or, without it, the parts that the index names. Others may lie beside them.
         files = {WEIGHTS}
@@ -125,7 +125,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
         return build(config, weights)
 
 
-def download(name: str, patterns: list[str]) -> Path:
+def download_model(name: str, patterns: list[str]) -> Path:
     """Download these files of a repository, as far as it has them, into the Hub's cache; returns the folder. Raises
     UserError."""
     with open_hub() as api:
