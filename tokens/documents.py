@@ -150,10 +150,8 @@ def read_text(path: Path, _column: str) -> Iterator[Piece]:
             for number, text in enumerate(piece.split(SEPARATOR)):
                 if number > 0:
                     begins = True
-                if is_separated:
-                    text = text.rstrip("\r\n")  # a piece ends in a line break only at the end of the file
-                if is_separated and begins:
-                    text = text.lstrip("\r\n")
+                if is_separated:  # a piece ends in a line break only at the end of the file
+                    text = text.strip("\r\n") if begins else text.rstrip("\r\n")
                 if text or not is_separated:
                     yield text, begins
                     begins = False
