@@ -5,6 +5,6 @@ text files    sources.py      which files --source names
     |         tokenizer.py    GPT-2's encoding
     v         shards.py       chunks to full shards, the file formats, the manifest
 shards
-    v         loader.py       the order of data, and the tokens of each step
+    v  training/loader.py     the order of data, and the tokens of each step
 batches       prefetch.py     a thread that produces items before they are needed
 """
