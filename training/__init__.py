@@ -1,1 +1,1 @@
-"""What a step is, and nothing else: its settings, forward pass, optimizers, rates and micro-batches."""
+"""What a step is, and nothing else: settings, what depends on the step, data, loss, optimizers, state, validation."""
