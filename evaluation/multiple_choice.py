@@ -176,12 +176,15 @@ def checksum(cfg: TrainConfig) -> str:
     return f"{crc32(rows):08x}"
 
 
-def make_scorer(data: str, config: GPTConfig) -> Callable[[GPT, Runtime], dict] | None:
-    """The function (model, rt) -> accuracies that scores a training run on the rows in the file `data`.
+def make_scorer(cfg: TrainConfig, config: GPTConfig) -> Callable[[GPT, Runtime], dict] | None:
+    """The function (model, rt) -> accuracies that scores a training run, or None with --hellaswag-every 0.
 
     If the default file is not there, or a model of this shape cannot read the rows, print the reason and return None:
     the run trains without HellaSwag. Raises UserError if another file cannot be loaded.
     """
+    if not cfg.hellaswag_every:
+        return None
+    data = cfg.hellaswag_data
     if data == HELLASWAG_DATA and not Path(data).exists():
         print0(f"HellaSwag is off: no {data}; download it with: python hellaswag.py")
         return None

@@ -8,7 +8,6 @@
 Each is of the weights that it is given. Nothing here changes the weights, the gradients or the order of the data.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
 
@@ -28,7 +27,6 @@ from training.config import TrainConfig, changed_settings, flag, has_mark, shape
 from training.loader import Loader
 from training.loss import Loss
 from training.presets import PRESETS
-from training.state import swapped_weights
 from training.step import Trainer
 from training.validation import validate
 from weights.open_model import open_model
@@ -49,9 +47,7 @@ class Evaluator:
     def __init__(self, run: Run, trainer: Trainer):
         cfg = self.cfg = run.cfg
         self.run, self.rt, self.trainer = run, run.rt, trainer
-        self.score_hellaswag = (
-            multiple_choice.make_scorer(cfg.hellaswag_data, cfg.model) if cfg.hellaswag_every else None
-        )
+        self.score_hellaswag = multiple_choice.make_scorer(cfg, cfg.model)
         self.reference = choose_reference(cfg, run.max_steps) if run.val_data else None
         self.off_track = 0  # how many evaluations in a row
         can_stop = self.reference or not cfg.stop_off_track
@@ -65,37 +61,29 @@ class Evaluator:
         """Measure and print what is due at this step, of these weights: any of val_loss (with val_bpb, in bits per
         byte), hellaswag_acc and hellaswag_acc_norm. of: what these names end in, for other weights than the trainer's,
         which alone are compared with public runs. Every rank must call it."""
-        with self.swapped(weights):
-            results = self._measure(step, stop, of)
-        return {name + of: value for name, value in results.items()}
-
-    def swapped(self, weights: dict[str, Tensor]) -> AbstractContextManager:
-        """The model computes with these weights."""
-        return nullcontext() if weights is self.trainer.weights else swapped_weights(self.run.model, weights)
-
-    def _measure(self, step: int, stop: StopRequest, of: str) -> dict[str, Any]:
         cfg, rt, val_data, max_steps = self.cfg, self.rt, self.run.val_data, self.run.max_steps
         label = f"step {step:5d}/{max_steps}{of and f' {of}'}"
         results: dict[str, Any] = {}
 
-        if val_data and is_due(step, cfg.val_every, max_steps):
-            results = validate(self.trainer.loss, val_data, cfg, rt, self.trainer.B)
-            print0(f"{label} | {describe_loss(results, val_data.T)}")
+        with self.trainer.using(weights):
+            if val_data and is_due(step, cfg.val_every, max_steps):
+                results = validate(self.trainer.loss, val_data, cfg, rt, self.trainer.B)
+                print0(f"{label} | {describe_loss(results, val_data.T)}")
 
-            verdict = self.reference.judge(step, results["val_loss"]) if self.reference and not of else None
-            if verdict:
-                is_on_track, sentence = verdict
-                print0(sentence)
-                self.off_track = 0 if is_on_track else self.off_track + 1
-            if cfg.stop_off_track and self.off_track == 2:
-                stop.request("--stop-off-track")
+                verdict = self.reference.judge(step, results["val_loss"]) if self.reference and not of else None
+                if verdict:
+                    is_on_track, sentence = verdict
+                    print0(sentence)
+                    self.off_track = 0 if is_on_track else self.off_track + 1
+                if cfg.stop_off_track and self.off_track == 2:
+                    stop.request("--stop-off-track")
 
-        # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
-        if self.score_hellaswag and is_due(step, cfg.hellaswag_every, max_steps):
-            score = self.score_hellaswag(self.run.model, rt)
-            print0(f"{label} | {multiple_choice.describe_score(score)}")
-            results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
-        return results
+            # Chance is 0.25; OpenAI's GPT-2 124M has an acc_norm of 0.2955.
+            if self.score_hellaswag and is_due(step, cfg.hellaswag_every, max_steps):
+                score = self.score_hellaswag(self.run.model, rt)
+                print0(f"{label} | {multiple_choice.describe_score(score)}")
+                results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
+        return {name + of: value for name, value in results.items()}
 
     @torch.no_grad()
     def sample_text(self, step: int, weights: dict[str, Tensor]) -> str:
@@ -108,7 +96,7 @@ class Evaluator:
         # leaves the global generator alone.
         sampler = Sampler(generator=torch.Generator(self.rt.device).manual_seed(self.cfg.seed))
         idx = torch.tensor([self.prompt], device=self.rt.device)  # (1, T)
-        with self.swapped(weights):
+        with self.trainer.using(weights):
             columns = [ids.tolist() for ids in stream(self.run.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES)]
         decode = tokenizer.encoding().decode
         texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
@@ -176,6 +164,6 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     results = validate(Loss(model, compiles=False), val_data, cfg, rt, B)
     print0(f"{weights} on {cfg.data_dir}, in {machine.dtype_name(rt.dtype)} | {describe_loss(results, T)}")
-    score_hellaswag = multiple_choice.make_scorer(cfg.hellaswag_data, model.config) if cfg.hellaswag_every else None
+    score_hellaswag = multiple_choice.make_scorer(cfg, model.config)
     if score_hellaswag:
         print0(multiple_choice.describe_score(score_hellaswag(model, rt)))

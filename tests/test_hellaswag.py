@@ -17,6 +17,7 @@ from model import GPTConfig
 from system.distributed import Runtime
 from system.errors import UserError
 from tokens import tokenizer
+from training.config import TrainConfig
 from weights import checkpoint
 
 ROW = {"ctx": "a", "endings": ["b"] * 4, "label": 0}
@@ -138,7 +139,7 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
     monkeypatch.chdir(tmp_path)  # where nothing has been downloaded
     write_jsonl(tmp_path / "rows.jsonl", [ROW | {"endings": ["cat" + " cat" * 24] * 4}])  # 25 tokens
 
-    scorer = multiple_choice.make_scorer(name, GPTConfig(**size))
+    scorer = multiple_choice.make_scorer(TrainConfig(hellaswag_data=name), GPTConfig(**size))
 
     printed = capsys.readouterr().out
     assert why_not in printed and bool(printed) == bool(why_not) == (scorer is None)
@@ -182,7 +183,7 @@ def test_numbers_that_overflow_are_no_score(run, rows, tmp_path):
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(3e38)  # finite
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    score = multiple_choice.make_scorer(str(rows), model.config)(model, CPU)
+    score = multiple_choice.make_scorer(TrainConfig(hellaswag_data=str(rows)), model.config)(model, CPU)
     assert math.isnan(score["acc"]) and math.isnan(score["acc_norm"])
     flags = ["--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype", "float32"]
     assert "not finite" in run(*flags, exit_code=1) and not (tmp_path / "out").exists()

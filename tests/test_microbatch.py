@@ -118,18 +118,3 @@ def test_a_compiler_that_fails_on_one_rank_is_left_out_on_all(tiny_args, tmp_pat
     output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=take_rank_1_its_compiler)
     assert output.count("g++: error: unrecognized") == 1 and "Traceback" not in output
     assert_curves_close(load_curve(tmp_path / "run"), load_curve(one_run))
-
-
-def test_code_that_a_kill_left_unfinished_is_built_again(tmp_path, monkeypatch):
-    """torch loads the file that is there, of 0 bytes, and fails at each start. A second failure is one."""
-    unfinished, whole, forward = tmp_path / "a" / "b.so", tmp_path / "whole.so", Mock(compiles=True)
-    unfinished.parent.mkdir()
-    unfinished.touch()
-    whole.write_bytes(b"ELF")
-    errors = ImportError("file too short"), None, ImportError("another"), None
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(microbatch, "run_passes", Mock(side_effect=errors))
-
-    assert microbatch.rehearse(None, CPU, forward, 1, 0) and forward.compiles
-    assert not unfinished.exists() and whole.exists()
-    assert microbatch.rehearse(None, CPU, forward, 1, 0) and not forward.compiles

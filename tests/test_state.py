@@ -11,7 +11,7 @@ from test_optim import BASE, OPTIMIZER_NAMES, SMALL, build, take_step
 from model import GPT
 from system.errors import UserError
 from training.config import TrainConfig
-from training.state import copy_weights, swapped_weights, to_state_dict
+from training.state import copy_weights, to_state_dict
 
 
 @pytest.mark.parametrize("first_step", [0, 1])
@@ -104,7 +104,7 @@ def test_other_weights_can_be_looked_at(dtype):
     trainer = build(dataclasses.replace(BASE, param_dtype=dtype))
     before = copy.deepcopy(trainer.model.state_dict())
     halves = {name: weight.detach() / 2 for name, weight in trainer.weights.items()}
-    with pytest.raises(KeyboardInterrupt), swapped_weights(trainer.model, halves):
+    with pytest.raises(KeyboardInterrupt), trainer.using(halves):
         name = "transformer.h.1.mlp.c_fc.weight"
         assert torch.equal(trainer.model.get_parameter(name), halves[name].to(trainer.model.get_parameter(name).dtype))
         raise KeyboardInterrupt

@@ -5,10 +5,8 @@ all that is compiled.
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -94,18 +92,13 @@ def rehearse(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) ->
     if rt.device.type == "cpu" and not loss.compiles:
         return True
 
-    is_first_failure = True
-    while True:
-        problems = rt.gather(try_passes(cfg, rt, loss, B, ballast))
-        failures = [problem for problem in problems if problem not in ("", OUT_OF_MEMORY)]
-        if not failures:
-            return not any(problems)
-        # All ranks are here, so none is building what another deletes.
-        if is_first_failure and any(rt.gather(delete_unfinished_code())):
-            is_first_failure = False
-            continue
+    problems = rt.gather(try_passes(cfg, rt, loss, B, ballast))
+    failures = [problem for problem in problems if problem not in ("", OUT_OF_MEMORY)]
+    if failures:
         loss.compiles = False
         print0(f"training without torch.compile, several times slower: {failures[0]}")
+        problems = rt.gather(try_passes(cfg, rt, loss, B, ballast))
+    return not any(problems)
 
 
 def try_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) -> str:
@@ -154,16 +147,6 @@ def describe_compiler_error(error: Exception) -> str:
     lines = f"{type(error).__name__}: {error}".split("\n\nSet TORCH")[0].splitlines()
     errors = [line for line in lines if "error:" in line]
     return f"{' '.join(errors[:1] or lines[:2]):.200}"
-
-
-def delete_unfinished_code() -> bool:
-    """Delete what a kill has left in the compiler's cache while it was linked, files of 0 bytes: torch loads what is
-    there, and never builds it again. Returns whether there was any."""
-    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.devnull))  # torch has set it
-    unfinished = [path for path in cache.rglob("*.so") if path.stat().st_size == 0]
-    for path in unfinished:
-        path.unlink(missing_ok=True)
-    return bool(unfinished)
 
 
 @contextmanager

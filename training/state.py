@@ -11,8 +11,6 @@ A part has the two methods of torch, state_dict and load_state_dict; every rank 
 saved, loaded, compared between ranks and counted as memory. A checkpoint must have the same parts as the program.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -165,14 +163,3 @@ def copy_weights(model: GPT, weights: dict[str, Tensor]) -> None:
     pairs = [(p, weights[name]) for name, p in model.named_parameters() if p is not weights[name]]
     if pairs:
         torch._foreach_copy_([p for p, _ in pairs], [weight for _, weight in pairs])
-
-
-@contextmanager
-def swapped_weights(model: GPT, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Let the model compute with these weights inside the block, such as an average, and with its own ones after it."""
-    own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    copy_weights(model, weights)
-    try:
-        yield
-    finally:
-        copy_weights(model, own)

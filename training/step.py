@@ -8,6 +8,8 @@
 training/build.py builds the trainer.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,19 @@ class Trainer:
     def scaler(self) -> Any:
         """The loss scale of float16; in other precisions it does nothing."""
         return self.state.parts["loss_scale"]
+
+    @contextmanager
+    def using(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Let the model compute with these weights inside the block, such as an average, and with its own after it."""
+        own = {}
+        if weights is not self.weights:
+            own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            copy_weights(self.model, weights)
+        try:
+            yield
+        finally:
+            if own:
+                copy_weights(self.model, own)
 
     def compute_gradients(self, batch: Tensor) -> tuple[float, float]:
         """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.

@@ -64,7 +64,7 @@ class Job:
         if self.command[0] != "train_gpt2":
             return read_bytes(self.out)
         path, state = model_path(self.out, latest_step(self.out)), io.BytesIO()
-        torch.save(checkpoint.read_train_state(path)["optimizers"], state)
+        torch.save(checkpoint.read_train_state(path)["parts"], state)
         return {"losses": load_curve(self.out), path.name: path.read_bytes() + state.getvalue()}
 
     def kill(self, rng: random.Random) -> bool:
