@@ -105,7 +105,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def open_first_weights(cfg: TrainConfig) -> GPT:
-    """The network of a new run: of random weights, or the one that --init-from run_folder. Raises UserError if that is
+    """The network of a new run: of random weights, or the one that --init-from names. Raises UserError if that is
     another network than the flags ask for."""
     if cfg.init_from == "scratch":
         # Random weights depend on the seed alone. Nothing draws from torch's global generator afterwards.

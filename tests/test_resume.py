@@ -127,7 +127,7 @@ def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run, refuses):
     for resume in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
         refuses("--resume", resume, "--max-steps", "14", names="--resume auto.*--out-dir")
 
-    # A complete run has nothing to start. Another folder may continue an earlier step, or the last one.
+    # A complete run has nothing to resume. Another folder may continue an earlier step, or the last one.
     train_quickstart(tiny_args, trained_run, "--resume", "auto")
     assert read_bytes(trained_run) == before
     copy = train_quickstart(tiny_args, tmp_path / "copy", "--resume", fork / "model_00012.pt")
