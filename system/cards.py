@@ -3,7 +3,7 @@
     find_cards("8xH100")        # ["H100", "H100", ...], eight names in CARDS
     peak_flops(device)          # 9.89e14 on an H100; None for a card that is not in the table
 
-Called by lifecycle/metrics.py and lifecycle/plan.py. Importing it imports no torch. To add a card, add it to CARDS.
+Importing it imports no torch. To add a card, add it to CARDS.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     with open_hub() as api:
         folder = api.snapshot_download("OWNER/NAME")
 
-Called by hub.py, tokens/sources.py and weights/convert.py. The Hub's own variables apply: HF_ENDPOINT, HF_TOKEN,
-HF_HOME, HF_HUB_OFFLINE.
+The Hub's own variables apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations

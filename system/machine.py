@@ -3,7 +3,6 @@
     device = choose_device("auto", local_rank=0)      # cuda:0 or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
 
-Called by system/distributed.py at the start of every process, by training for its plan and its memory, and by scripts.
 Importing this imports torch, so process.set_omp_wait_policy must have run before.
 """
 
