@@ -66,7 +66,7 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "precision of the matrix products")
     compile: bool = setting(False, "torch.compile: a long first step, then faster ones")
 
-    max_lr: float = setting(6e-4, "peak learning rate", heading="The optimizer")
+    max_lr: float = setting(6e-4, "peak learning rate", low=1e-9, heading="The optimizer")
     min_lr: float = setting(6e-5, "learning rate at the end")
     warmup_steps: int = setting(715, "steps over which the rate rises linearly to its peak")
     weight_decay: float = setting(0.1, "of matrices and embeddings")
@@ -138,15 +138,18 @@ def read_batches(
 
 
 def make_optimizer(model: GPT, cfg: Config) -> torch.optim.Optimizer:
-    """AdamW with GPT-3's betas. Matrices and embeddings decay; vectors do not."""
+    """AdamW with GPT-3's betas. Matrices and embeddings decay; vectors do not. Each group has its own peak_lr."""
     # Decay pulls a weight toward zero unless the loss holds it, which keeps the many weights of a matrix small. Vectors
     # are biases and the gains of LayerNorm: few, and a gain belongs near 1.
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "peak_lr": cfg.max_lr, "weight_decay": cfg.weight_decay},
+        {"params": vectors, "peak_lr": cfg.max_lr, "weight_decay": 0.0},
+    ]
 
-    # fused: one kernel updates many parameters.
-    return torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    # fused: one kernel updates many parameters. `train` sets the rate at each step.
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -321,10 +324,11 @@ def train(cfg: Config) -> None:
         # learned: scale them down to the norm grad_clip. Their direction stays.
         norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
 
-        # The update, at this step's rate. Then drop the gradients: the next backward() would add to them.
+        # The update, at this step's rate: the curve of a group with another peak has the same shape. Then drop the
+        # gradients: the next backward() would add to them.
         lr = learning_rate(step, cfg)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * (group["peak_lr"] / cfg.max_lr)
         optimizer.step()
         optimizer.zero_grad()
 

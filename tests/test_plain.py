@@ -142,6 +142,24 @@ def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypat
     assert capsys.readouterr().out.count("a sample") == 5  # at step 4 of each start, at 8 and at the end
 
 
+def test_each_group_has_a_rate_of_its_own(right_config, tmp_path, monkeypatch):
+    """Its peak times the schedule. The one of max_lr is logged, and is what it was with one peak for all."""
+    make_optimizer, rates = train_gpt2_plain.make_optimizer, []
+
+    def make_with_two_peaks(model, cfg):
+        optimizer = make_optimizer(model, cfg)
+        optimizer.param_groups[1]["peak_lr"] /= 4
+        optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        return optimizer
+
+    monkeypatch.setattr(train_gpt2_plain, "make_optimizer", make_with_two_peaks)
+    train_gpt2_plain.train(replace(right_config, out_dir=str(tmp_path)))
+
+    logged = [row["lr"] for row in load_metrics(right_config.out_dir)[:STEPS]]
+    assert [row["lr"] for row in load_metrics(tmp_path)[:STEPS]] == logged
+    assert rates == [[lr, lr / 4] for lr in logged]
+
+
 def test_the_defaults_are_the_preset_gpt2_124m():
     preset = PRESETS["gpt2-124m"]
     different = {field.name for field in fields(Config) if field.default != getattr(preset, field.name)}
@@ -177,6 +195,7 @@ def test_it_refuses_in_one_line(tiny_data, tmp_path, capsys):
         "--val-tokens 2560": "65 sequences, of 80",
         "--sequence-length 64": "--model.block-size 64",
         "--grad-clip -1": "--grad-clip -1",
+        "--max-lr 0": "--max-lr 0",
         "--model.n-head 3": "n_head 3",
         "--val-every 1 --val-tokens 0": "--val-tokens 0",
     }.items():
