@@ -47,8 +47,6 @@ from tokens import shards, tokenizer
 # GPT-2 has 50,257 tokens. Rows that no token uses pad the vocabulary to a multiple of 128, for the matmul kernels.
 GPT2_124M = GPTConfig(vocab_size=50304)
 
-SAVE_FILE = "save.pt"
-
 
 @dataclass(frozen=True)
 class Config:
@@ -216,14 +214,14 @@ def check_start(cfg: Config) -> None:
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
 
     out_dir = Path(cfg.out_dir)
-    if not out_dir.exists() or not any(out_dir.iterdir()):
+    if not any(out_dir.glob("*")):
         return
     fix = f"use --resume auto, or --out-dir {out_dir}-2"
     require(cfg.resume == "auto", f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
     path = out_dir / "config.json"
     old = json.loads(path.read_text()) if path.exists() else {}
-    old |= {"resume": cfg.resume, "out_dir": cfg.out_dir}  # these may change
-    changed = [name for name, value in asdict(cfg).items() if old.get(name) != value]
+    may_change = "resume", "out_dir"
+    changed = [name for name, value in asdict(cfg).items() if old.get(name) != value and name not in may_change]
     require(not changed, f"--resume auto: {', '.join(changed)} not as in {path}; give the same flags")
 
 
@@ -257,7 +255,12 @@ def train(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model).to(device)
     optimizer = make_optimizer(model, cfg)
-    start_step = load_save(cfg, model, optimizer)
+
+    # Go on from the last save, if there is one. The shards must be those of the start, so they are looked at only here.
+    out_dir = Path(cfg.out_dir)
+    save_path = out_dir / "save.pt"
+    data = shards.fingerprint(cfg.data_dir)
+    start_step = load_save(save_path, data, model, optimizer)
     network = f"{model.num_params():,} parameters on {device}"
     print0(f"{network}; a step: {micro_steps} micro-batches of {B} x {T} tokens on each of {world_size} ranks")
 
@@ -269,19 +272,18 @@ def train(cfg: Config) -> None:
         forward = nn.parallel.DistributedDataParallel(forward)
 
     # What plots.py and people read about the run. The steps after the save are done again, and so are their lines.
-    out_dir = Path(cfg.out_dir)
     if rank == 0:
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
         metrics = out_dir / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        metrics.touch()
+        lines = metrics.read_text().splitlines(keepends=True)
         metrics.write_text("".join(line for line in lines if json.loads(line)["step"] < start_step))
 
-    first = start_step * cfg.total_batch_size // T
-    batches = read_batches(train_shards, B, T, rank, world_size, device, first)
+    batches = read_batches(train_shards, B, T, rank, world_size, device, start_step * cfg.total_batch_size // T)
     for step in range(start_step, cfg.max_steps + 1):
         if rank == 0 and cfg.save_every and step % cfg.save_every == 0 and step > start_step:
-            save(cfg, model, optimizer, step)
+            save(save_path, data, model, optimizer, step)
 
         # The evaluations come before the update of a step, and once after the last update.
         is_last = step == cfg.max_steps
@@ -349,20 +351,21 @@ def train(cfg: Config) -> None:
         print0(f'done: {path}; next: python plots.py {out_dir}; python infer.py {path} "Once upon a time"')
 
 
-def save(cfg: Config, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(path: Path, data: str, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write all that the run needs to go on at this step. A kill meanwhile leaves the save before."""
-    content = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    path = Path(cfg.out_dir) / SAVE_FILE
+    content = {"step": step, "data": data, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(content, f"{path}.part")
     os.replace(f"{path}.part", path)
 
 
-def load_save(cfg: Config, model: GPT, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from the last save of the run folder: returns its step, or 0 without one."""
-    path = Path(cfg.out_dir) / SAVE_FILE
+def load_save(path: Path, data: str, model: GPT, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the last save, if there is one: returns its step, or 0. data: the fingerprint of the shards. Raises
+    UserError if the save was made with other ones."""
     if not path.exists():
         return 0
     saved = torch.load(path, map_location="cpu")
+    fix = "restore them, or use another --out-dir"
+    require(saved["data"] == data, f"--data-dir has other shards ({data}) than {path} ({saved['data']}); {fix}")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"]

@@ -3,6 +3,7 @@
 The two share model.py; data, schedule, optimizer, accumulation, ranks, clipping and the loss are written twice.
 """
 
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -140,6 +141,25 @@ def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypat
     differences = largest_differences(Path(right_config.out_dir), tmp_path)
     assert set(differences.values()) == {0}
     assert capsys.readouterr().out.count("a sample") == 5  # at step 4 of each start, at 8 and at the end
+
+
+def test_a_run_goes_on_with_the_shards_that_it_began_with(right_config, tmp_path, monkeypatch):
+    """Not with one more, which came while it ran: the order of the data would be another."""
+    data = write_random_walk_shards(tmp_path / "data")
+    cfg = replace(right_config, data_dir=str(data), out_dir=str(tmp_path / "run"), save_every=3, resume="auto")
+
+    def add_a_shard(out_dir, row):
+        if row["step"] == 4:
+            shutil.copy(data / "tiny_train_000003.npy", data / "tiny_train_000004.npy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2_plain, "write_row", add_a_shard)
+        train_gpt2_plain.train(cfg)
+
+    with pytest.raises(UserError, match="other shards"):
+        train_gpt2_plain.train(cfg)
+    (data / "tiny_train_000004.npy").unlink()
+    train_gpt2_plain.train(cfg)
 
 
 def test_each_group_has_a_rate_of_its_own(right_config, tmp_path, monkeypatch):
