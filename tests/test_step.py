@@ -13,6 +13,7 @@ from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, par
 from model import GPT
 from system.errors import TransientError
 from training.build import build_trainer
+from training.step import Trainer
 from weights import checkpoint
 from weights.run_folder import complete_steps, optim_path
 
@@ -60,6 +61,27 @@ def test_two_ranks_refuse_together(tiny_args, tmp_path, run_ranks):
     output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=poison, env={"TRAIN_STATUS_FILE": str(status)})
     assert "step 0: loss nan" in output
     assert json.loads(status.read_text())["status"] == "system_error"
+
+
+def report_a_bad_norm_on_rank_1() -> None:
+    """From step 2 on, rank 1 alone reads a norm that is not finite, as from a faulty card."""
+    compute_gradients, steps = Trainer.compute_gradients, itertools.count()
+
+    def faulty_compute_gradients(trainer, batch):
+        loss, norm = compute_gradients(trainer, batch)
+        is_bad = next(steps) >= 2 and trainer.rt.rank == 1
+        return loss, math.inf if is_bad else norm
+
+    Trainer.compute_gradients = faulty_compute_gradients
+
+
+def test_all_ranks_refuse_what_one_of_them_finds_not_finite(tiny_args, tmp_path, run_ranks):
+    """All of them save that step and refuse its update, and none waits for the others."""
+    run = tmp_path / "run"
+    flags = ["quickstart", *tiny_args, "--out-dir", run]
+    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=report_a_bad_norm_on_rank_1)
+    assert output.count("step 2: loss 5.") == output.count("not finite on 1 ranks") == 2
+    assert complete_steps(run)[-1] == 2
 
 
 def test_a_refused_update_loses_no_step_and_no_checkpoint(tiny_args, tmp_path, one_run, unpoisoned):
