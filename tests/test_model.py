@@ -186,6 +186,15 @@ def test_sampling_follows_temperature_top_k_and_top_p():
         torch.testing.assert_close(frequencies, torch.as_tensor(expected).float(), atol=0.015, rtol=0)
 
 
+@pytest.mark.parametrize("top_p, kept", [(0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.89, 3), (0.91, 4)])
+def test_top_p_keeps_the_fewest_ids_that_reach_it(top_p, kept):
+    """The ids total 0.5, 0.75, 0.9 and 1: a total just below top_p needs one id more, a total just above it none."""
+    probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    sampler = Sampler(top_k=None, top_p=top_p, generator=torch.Generator().manual_seed(0))
+    drawn = sampler.draw(probs.log().repeat(1000, 1))
+    assert drawn.unique().tolist() == list(range(kept))
+
+
 def test_text_may_outgrow_the_context():
     model, idx = make_network(), make_idx(2, 30)
     out = model.generate(idx, 40, temperature=0)
