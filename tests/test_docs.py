@@ -7,12 +7,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
-from helpers import ROOT
+from helpers import CPU, ROOT, TINY_FLAGS, parse_config
 
 from lifecycle import command_line
+from model import GPT
 from system import process
+from training.build import build_trainer
 from training.presets import PRESETS
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -141,6 +144,22 @@ def test_links_between_pages_lead_somewhere(name):
         if not target.is_file() or (anchor and anchor not in find_anchors(target.read_text())):
             broken.append(link)
     assert broken == []
+
+
+def find_python(name: str) -> list[str]:
+    """The indented blocks of a page that are Python: no command of a shell, and no drawing, has lines like these."""
+    blocks = re.findall(r"(?:^ {4}.*\n)+", PAGES[name], re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks if re.search(r":$| = |\)$", block, re.MULTILINE)]
+
+
+def test_the_python_of_changing_the_code_runs():
+    """With the names that `train` has where the page puts it."""
+    snippets = find_python("docs/changing.md")
+    assert snippets
+    cfg = parse_config("quickstart", *TINY_FLAGS, "--optimizer", "muon")
+    trainer = build_trainer(GPT(cfg.model), cfg, CPU, cfg.max_steps)
+    for snippet in snippets:
+        exec(snippet, {"trainer": trainer, "step": 0})
 
 
 def test_the_worked_change_applies_and_passes(tmp_path):
