@@ -137,7 +137,7 @@ def test_a_network_beyond_float16_is_named(run_main, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_bfloat16_samples_ignore_what_logits_share(is_tied):
-    """As in test_forward.py: -100 in every logit changes no choice. A tied embedding stays as it is."""
+    """As in test_loss.py: -100 in every logit changes no choice. A tied embedding stays as it is."""
     model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=is_tied)
     idx = torch.arange(80).view(4, 20)
     model.transformer.ln_f.bias.fill_(1.0)

@@ -93,7 +93,7 @@ def test_the_overfit_preset_learns_by_heart(tiny_args, tmp_path):
 
 
 def test_compiled_equals_eager_and_compiles_at_the_start(tiny_args, tmp_path, monkeypatch):
-    """HellaSwag and samples have shapes that vary. Here Dynamo and autograd compile; test_forward.py has kernels."""
+    """HellaSwag and samples have shapes that vary. Here Dynamo and autograd compile, without kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()  # another test of this process may have compiled
     frames = torch._dynamo.utils.counters["frames"]
