@@ -4,7 +4,8 @@
     metrics.log_step({"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds)
     rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 
-Importing this module imports no torch. metrics.jsonl holds one object a line, `step` always, and no step twice. For the same step:
+Importing this module imports no torch. metrics.jsonl holds one object a line, `step` always, and no step twice. For the
+same step:
 
     metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
     the console     step   250/19073 | loss: 5.800000 | lr 2.1000e-04 | norm: 0.7000 | dt: ... | eta: 12h30m

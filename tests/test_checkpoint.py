@@ -120,6 +120,15 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
         assert "weights_only" not in str(error.value)  # torch's own words tell how to run pickled code
 
 
+def test_an_optimizer_file_of_another_layout_names_the_commit_that_wrote_it(tmp_path):
+    torch.save(
+        {"format": 1, "step": 3, "optimizers": [], "versions": {"commit": "356c87a"}}, tmp_path / "optim_00003.pt"
+    )
+    torch.save(checkpoint.model_file(GPT(SMALL), 3), tmp_path / "model_00003.pt")
+    with pytest.raises(UserError, match=r"optim_00003\.pt has the format 1 of 356c87a.*--init-from"):
+        checkpoint.read_train_state(tmp_path)
+
+
 def test_an_error_of_the_disk_is_not_blamed_on_the_file(one_run, monkeypatch):
     """It may be gone at the next start, and what it says of the file is not true."""
     monkeypatch.setattr(torch, "load", Mock(side_effect=OSError(5, "Input/output error")))

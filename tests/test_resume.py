@@ -25,6 +25,7 @@ from model import GPT, GPTConfig
 from system.errors import UserError
 from system.files import lock_folder
 from training import step, validation
+from training.loader import Loader
 from weights import checkpoint
 from weights.open_model import open_model
 from weights.run_folder import latest_step, model_path
@@ -182,6 +183,8 @@ def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
     # Not even --allow-drift changes the network: the checkpoints would name one that is not theirs.
     ("--model.n-head 4 --allow-drift", "model.n_head: 2 -> 4"),
     ("--model.vocab-size 512 --allow-drift", "model.vocab_size: 256 -> 512"),
+    # Nor an optimizer: there is no state of another one.
+    ("--optimizer muon --allow-drift", "optimizer: adamw -> muon.*restore them: --optimizer adamw$"),
 ])  # fmt: skip
 def test_other_settings_are_refused_with_the_flags_that_restore(refuses, flags, names):
     refuses("--resume", "auto", "--max-steps", "13", *flags.split(), names=names)
@@ -193,6 +196,23 @@ def test_a_flag_left_out_does_not_end_a_run_early(tiny_args, trained_run, tmp_pa
     # A complete run has no end to change.
     train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "11")
     assert latest_step(trained_run) == 12
+
+
+def test_another_batch_goes_on_after_what_was_read(tiny_args, trained_run, tmp_path, monkeypatch):
+    """Not after its own number of steps: here 6 steps have read 8 sequences each, and the later ones read 16."""
+    spans, step_sequences = [], Loader.step_sequences
+    monkeypatch.setattr(
+        Loader,
+        "step_sequences",
+        lambda self, start, end, *args: (spans.append((start, end)), step_sequences(self, start, end, *args))[1],
+    )
+    flags = [*tiny_args, "--total-batch-size", "512", "--allow-drift"]
+    run = train_quickstart(flags, tmp_path / "b", "--resume", trained_run / "model_00006.pt")
+    assert spans[:2] == [(48, 64), (64, 80)] and checkpoint.read_train_state(run)["sequences"] == 6 * 8 + 6 * 16
+
+    spans.clear()
+    train_quickstart(flags, run, "--max-steps", "14", "--resume", "auto")
+    assert spans[0] == (144, 160)
 
 
 def test_other_data_are_refused(tiny_data, refuses):
