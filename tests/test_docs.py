@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 from helpers import CPU, ROOT, TINY_FLAGS, parse_config
 
 from lifecycle import command_line
@@ -147,9 +148,9 @@ def test_links_between_pages_lead_somewhere(name):
 
 
 def find_python(name: str) -> list[str]:
-    """The indented blocks of a page that are Python: no command of a shell, and no drawing, has lines like these."""
-    blocks = re.findall(r"(?:^ {4}.*\n)+", PAGES[name], re.MULTILINE)
-    return [textwrap.dedent(block) for block in blocks if re.search(r":$| = |\)$", block, re.MULTILINE)]
+    """The indented blocks of a page, but for commands of a shell and the drawing of a step."""
+    blocks = map(textwrap.dedent, re.findall(r"(?:^ {4}.*\n)+", PAGES[name], re.MULTILINE))
+    return [block for block in blocks if not re.search(r"^(?:cp|make|python) |\+->", block, re.MULTILINE)]
 
 
 def test_the_python_of_changing_the_code_runs():
@@ -159,7 +160,7 @@ def test_the_python_of_changing_the_code_runs():
     cfg = parse_config("quickstart", *TINY_FLAGS, "--optimizer", "muon")
     trainer = build_trainer(GPT(cfg.model), cfg, CPU, cfg.max_steps)
     for snippet in snippets:
-        exec(snippet, {"trainer": trainer, "step": 0})
+        exec(snippet, {"trainer": trainer, "step": 0, "torch": torch})
 
 
 def test_the_worked_change_applies_and_passes(tmp_path):
