@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc, union-attr"
 """Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
 
 from functools import cache

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, operator"
 """Ranks, and other scripts in a process of their own, forked from a server that has imported torch: 0.1 seconds instead
 of 3.
 

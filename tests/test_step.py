@@ -1,3 +1,4 @@
+# mypy: disable-error-code="method-assign"
 """One optimizer step: when its gradients are reduced, which updates are refused, and the loss scale of float16."""
 
 import itertools
