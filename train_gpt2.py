@@ -8,7 +8,7 @@ python train_gpt2.py --resume log/gpt2-124m/model_19073.pt --epochs 2      # res
 
     [memory]   what makes room for larger micro-batches
     [speed]    reading ahead in a thread, and the compiler
-    [resume]   what a checkpoint must have, so that the next start continues to the same bits
+    [resume]   what a checkpoint must have, so that the next start continues exactly (on GPUs to rounding)
     [ranks]    what the ranks tell each other
     [stop]     how a signal or --time-limit ends the run where it can be resumed
     [safety]   what is done about numbers that are not finite

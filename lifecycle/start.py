@@ -3,9 +3,9 @@ the run that made it.
 
     run, saved = open_run(cfg, rt)              # decides all of it, from top to bottom
 
-A resumed run gives the same bits as a run that was never stopped. Settings, data or a network
-that would change its result are refused, and so are ranks that would train different runs; another version of torch or
-of the code is announced.
+On a CPU a resumed run gives the bits of a run that was never stopped, on GPUs the same to rounding. Settings, data or a
+network that would change its result are refused, and so are ranks that would train different runs; another version of
+torch or of the code is announced.
 """
 
 import os
