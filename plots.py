@@ -55,6 +55,9 @@ PANELS = {
     ("tokens_per_second",): ("Speed", "tokens per second"),
 }
 EVALUATIONS = ("val_loss", "hellaswag_acc_norm")  # at few steps: drawn as points
+# What else this program measures. Any other metric, as of an experiment, gets a panel of its own, or stands beside the
+# loss if it is a val loss, such as val_loss_ema.
+NOT_DRAWN = {"step_ms", "wait_ms", "mfu", "hellaswag_acc"}
 PARTS = 200  # of a long curve, which is also drawn by the median in each
 
 
@@ -123,10 +126,14 @@ def choose_reference(folder: Path) -> Reference | None:
 def draw_curve(ax: Axes, key: str, steps: np.ndarray, values: np.ndarray, color: str) -> None:
     """Draw one curve. One with many values is drawn faintly and, over it, by the median in each of PARTS equal parts,
     which a spike does not move."""
-    if key in EVALUATIONS:
+    if key.startswith(EVALUATIONS):
         # No line joins the points: beside a train loss that falls steeply between two of them, it would show a gap that
         # is not there.
-        ax.plot(steps, values, "o", color=color, ms=4, mfc="white", zorder=3)
+        is_other = key not in EVALUATIONS
+        marker, label = ("^", key) if is_other else ("o", None)
+        ax.plot(steps, values, marker, color=color, ms=4, mfc="white", zorder=3, label=label)
+        if is_other:
+            ax.legend(fontsize=9)
     elif len(steps) < PARTS:
         ax.plot(steps, values, color=color, lw=1.6)
     else:
@@ -144,6 +151,16 @@ def draw_public_runs(ax: Axes, key: str, reference: Reference) -> None:
         low, high = np.array([reference.expected_range(step) for step in steps]).reshape(-1, 2).T
     label = f"{reference.preset}, {reference.max_steps:,} steps on {DATASETS[reference.preset]}: public runs"
     ax.fill_between(steps, low, high, fc="grey", ec="black", alpha=0.4, lw=0.8, label=f"{label} ({reference.runs})")
+
+
+def find_panels(measured: set[str]) -> list[tuple[str, ...]]:
+    """The metrics of each panel: those of PANELS, then what else was measured."""
+    other_losses = sorted(key for key in measured if key.startswith("val_loss_"))
+    known = {key for keys in PANELS for key in keys}
+    panels = [(*other_losses, *keys) if "val_loss" in keys else keys for keys in PANELS]
+    others = measured - known - NOT_DRAWN - {*other_losses}
+    panels += [(key,) for key in sorted(others) if not key.startswith("val_bpb")]
+    return [keys for keys in panels if measured.intersection(keys)]
 
 
 def draw_panel(ax: Axes, keys: tuple[str, ...], runs: list[Curves], references: list[Reference]) -> None:
@@ -176,7 +193,7 @@ def draw_panel(ax: Axes, keys: tuple[str, ...], runs: list[Curves], references: 
             ax.set_ylim(top=max(ax.get_ylim()[1], level * 1.01))
             ax.legend(fontsize=9)
 
-    title, y_label = PANELS[keys]
+    title, y_label = {panel[-1]: words for panel, words in PANELS.items()}.get(key, (key, ""))
     ax.set(title=title, xlabel="step", ylabel=y_label)
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.yaxis.set_major_formatter("{x:,.10g}")
@@ -223,7 +240,7 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
 
     # Two panels side by side.
     measured = {key for curves in curves_by_run.values() for key in curves}
-    panels = [keys for keys in PANELS if measured.intersection(keys)]
+    panels = find_panels(measured)
     rows = (len(panels) + 1) // 2
     figure: Figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")
     for number, keys in enumerate(panels, 1):

@@ -61,6 +61,7 @@ class Evaluator:
         """Measure and print what is due at this step, of these weights: any of val_loss (with val_bpb, in bits per
         byte), hellaswag_acc and hellaswag_acc_norm. of: what these names end in, for other weights than the trainer's,
         which alone are compared with public runs. Every rank must call it."""
+        assert bool(of) == (weights is not self.trainer.weights), "other weights have other names"
         cfg, rt, val_data, max_steps = self.cfg, self.rt, self.run.val_data, self.run.max_steps
         label = f"step {step:5d}/{max_steps}{of and f' {of}'}"
         results: dict[str, Any] = {}

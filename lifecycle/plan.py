@@ -128,6 +128,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     first_step = saved["step"] if saved else 0
     print_plan(cfg, rt, model, data, first_step, max_steps)
     trainer = build_trainer(model, cfg, rt, max_steps)
+    trainer.state.step = first_step
     B, T = trainer.B, cfg.sequence_length
 
     # Steps of one and of two micro-steps, as a whole one may take minutes. What the second adds is a micro-step; the

@@ -13,7 +13,7 @@ from model import GPT
 from training import loss
 from training.loss import Loss, check_gradients
 
-finish = GPT.finish
+finish, logits_of = GPT.finish, GPT.logits
 
 B, T, V = 17, 128, 320  # rows for five chunks, the last one shorter
 NUM_CHUNKS = 5
@@ -138,17 +138,22 @@ def test_a_penalty_is_minimized_but_not_measured(monkeypatch, precision, toleran
         assert (gradients[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("change", ["a bias", "a scale", "a projection"])
+@pytest.mark.parametrize("change", ["a bias", "a scale", "a projection", "a cap"])
 def test_a_head_that_the_chunks_do_not_know_is_refused(monkeypatch, change):
     """Its new parameter would get no gradient, or that of another head."""
     model, *_ = make_batch()
     model.extra = torch.nn.Parameter(torch.full((1,), 2.0))
     if change == "a projection":
-        monkeypatch.setattr(GPT, "logits", lambda model, x: finish(model, model.lm_head(x * model.extra), None))
+        monkeypatch.setattr(
+            GPT, "logits", lambda model, x, head=None: finish(model, model.lm_head(x * model.extra), None)
+        )
+    elif change == "a cap":
+        monkeypatch.setattr(GPT, "logits", lambda model, *args: 30 * torch.tanh(logits_of(model, *args) / 30))
+        model.extra.requires_grad_(False)
     else:
         change = torch.add if change == "a bias" else torch.mul
         monkeypatch.setattr(GPT, "finish", lambda model, *args: change(finish(model, *args), model.extra))
-    with pytest.raises(NotImplementedError, match=r"extra|wte"):
+    with pytest.raises(NotImplementedError, match=r"extra|wte|finish"):
         check_gradients(model)
 
 

@@ -53,13 +53,15 @@ def copy_tree(folder: Path) -> None:
 @pytest.mark.parametrize("name", PATCHES)
 def test_the_patch_applies_and_passes(tmp_path, name):
     patch, tree = PATCHES[name], tmp_path / "tree"
+    flags = read_words(patch, "flags")
+    assert flags, f"{patch} has no line '# flags: ...' above the diff: the run would be one without the feature"
     copy_tree(tree)
     subprocess.run(["git", "apply", patch], cwd=tree, check=True)
 
     # The kill comes first: it forks, which is safe before anything has used torch's threads.
     tests = [KILL_TEST, f"tests/test_{name}.py", *read_words(patch, "tests")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", tmp_path / "temp", *tests]
-    env = {**os.environ, FLAGS_OF_THE_PATCH: shlex.join(read_words(patch, "flags")), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, FLAGS_OF_THE_PATCH: shlex.join(flags), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -114,6 +114,18 @@ def test_one_run(draw, tmp_path):
     assert is_joined == {300: True, plots.PARTS: True, 6: False}
 
 
+def test_what_an_experiment_measures_is_drawn(draw, tmp_path):
+    """A val loss beside the loss, anything else in a panel of its own."""
+    run = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    more = {"val_loss_ema": 4.0, "val_bpb_ema": 1.0, "penalty": 0.5, "step_ms": 9.0, "mfu": 0.4}
+    write_jsonl(run / "metrics.jsonl", [row | (more if row["step"] % 50 == 0 else {}) for row in rows])
+    panels, _ = draw(run)
+    assert list(panels) == ["Loss", "HellaSwag", "Learning", "Gradient", "Speed", "penalty"]
+    assert [text.get_text() for text in panels["Loss"].get_legend().get_texts()] == ["val_loss_ema"]
+    assert {len(line.get_xdata()) for line in panels["penalty"].lines} == {6}
+
+
 def test_a_spike_does_not_squash_the_rest(draw, tmp_path):
     """Nor do the first steps of a long run, nor a step that compiles."""
     run = write_run(tmp_path / "run", steps=3000)

@@ -111,6 +111,7 @@ def make_loss(model: GPT, cfg: TrainConfig, rt: Runtime) -> Loss:
     # --micro-batch-size auto compiles for each size that it tries, and validation adds a graph. DDP would split the
     # graphs at its buckets.
     torch._dynamo.config.recompile_limit = 16
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it goes on uncompiled
     torch._dynamo.config.optimize_ddp = False
     print0("compiling takes up to two minutes, at first; --no-compile starts at once, and trains slower")
     return Loss(model, compiles=True)
@@ -220,6 +221,14 @@ def check_gradients(model: GPT) -> None:
         objective.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     model.zero_grad()
+
+    # What GPT.logits does beside GPT.finish, as to large logits, the chunks do not do.
+    with torch.no_grad():
+        hidden, head = model.hidden(x), Head(1000 * model.lm_head.weight, None)
+        expected_logits = model.logits(hidden, head)
+        logits = model.finish(head.products(model.transformer.ln_f(hidden)), None)
+    if not torch.allclose(logits, expected_logits, rtol=1e-2, atol=1e-2):
+        raise NotImplementedError("GPT.logits does more than GPT.finish: training/loss.py would not do it")
     chunked, plain = found
     for name in (name for name, p in model.named_parameters() if p.requires_grad):
         expected, gradient = plain[name], chunked[name]
