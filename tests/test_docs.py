@@ -111,7 +111,7 @@ def test_the_script_understands_the_command(command, request, monkeypatch):
 def test_every_flag_that_is_named_exists(name):
     others = {"--gpus-per-node", "--constraint", "--local-addr", "--model_args", "--batch_size", "--max_steps"}
     scripts = "\n".join(text for file, text in SOURCES.items() if "/" not in file)
-    flags = {*re.findall(r'"(--[\w-]+)"', scripts), *others}
+    flags = {*re.findall(r'"(--[\w-]+)"', scripts), *others, *PATCH_FLAGS}
     flags |= set(re.findall(r"--[\w.-]+", command_line.make_parser(PRESETS["gpt2-124m"]).format_help()))
     named = {flag for code in find_code(name) if code.startswith("--") for flag in re.findall(r"--[a-z][\w.-]+", code)}
     assert named - flags == set()
