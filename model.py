@@ -344,10 +344,10 @@ class Head(NamedTuple):
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each target, in nats: logits (N, V), targets (N,) int64 -> (N,); 0 for a target of -100."""
-    # Not F.cross_entropy, of which the compiler makes slower code.
-    log_probs = logits.log_softmax(-1)  # (N, V)
-    of_targets = log_probs.gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)  # (N, V) -> (N, 1) -> (N,)
-    return -of_targets * (targets >= 0)
+    # F.cross_entropy and gather would make the compiler keep one more tensor (N, V) for the gradient.
+    columns = torch.arange(logits.size(-1), device=logits.device)  # (V,)
+    of_targets = torch.where(columns == targets[:, None], logits, 0.0).sum(-1)  # (V,) == (N, 1) -> (N, V) -> (N,)
+    return (logits.logsumexp(-1) - of_targets) * (targets >= 0)
 
 
 class GPT(nn.Module):

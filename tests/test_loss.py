@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import GPT
+from system.errors import UserError
 from training import loss
 from training.loss import Loss, check_gradients
 
@@ -153,7 +154,7 @@ def test_a_head_that_the_chunks_do_not_know_is_refused(monkeypatch, change):
     else:
         change = torch.add if change == "a bias" else torch.mul
         monkeypatch.setattr(GPT, "finish", lambda model, *args: change(finish(model, *args), model.extra))
-    with pytest.raises(NotImplementedError, match=r"extra|wte|finish"):
+    with pytest.raises(UserError, match=r"extra|wte|finish"):
         check_gradients(model)
 
 
@@ -162,7 +163,7 @@ def test_a_parameter_that_nothing_trains_is_named():
     check_gradients(model)
     assert all(p.grad is None for p in model.parameters())
     model.extra = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(NotImplementedError, match="extra"):
+    with pytest.raises(UserError, match="extra"):
         check_gradients(model)
     model.extra.requires_grad_(False)
     check_gradients(model)

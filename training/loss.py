@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from model import GPT, Head, token_losses
 from system import machine
 from system.distributed import Runtime
+from system.errors import UserError
 from system.printing import print0
 from training.config import TrainConfig
 
@@ -203,7 +204,7 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def check_gradients(model: GPT) -> None:
-    """Raise NotImplementedError, before a run begins, unless the chunks give each parameter the gradient that autograd
+    """Raise UserError, before a run begins, unless the chunks give each parameter the gradient that autograd
     gives it from GPT.logits: of a head that multiplies, adds or reads something else, they know nothing.
 
     On a few tokens, in the precision of the weights. Leaves no gradients behind."""
@@ -222,18 +223,20 @@ def check_gradients(model: GPT) -> None:
         found.append({name: p.grad for name, p in model.named_parameters()})
     model.zero_grad()
 
-    # What GPT.logits does beside GPT.finish, as to large logits, the chunks do not do.
+    # The chunks do what GPT.finish does, and not what GPT.logits does beside it: look at large logits.
     with torch.no_grad():
-        hidden, head = model.hidden(x), Head(1000 * model.lm_head.weight, None)
+        weight = model.lm_head.weight  # which may be zero at first
+        large = torch.linspace(-1000, 1000, weight.numel(), dtype=weight.dtype, device=weight.device)
+        hidden, head = model.hidden(x), Head(large.view_as(weight), None)
         expected_logits = model.logits(hidden, head)
         logits = model.finish(head.products(model.transformer.ln_f(hidden)), None)
     if not torch.allclose(logits, expected_logits, rtol=1e-2, atol=1e-2):
-        raise NotImplementedError("GPT.logits does more than GPT.finish: training/loss.py would not do it")
+        raise UserError("GPT.logits does more than GPT.finish: training/loss.py would not do it")
     chunked, plain = found
     for name in (name for name, p in model.named_parameters() if p.requires_grad):
         expected, gradient = plain[name], chunked[name]
         if expected is None:
-            raise NotImplementedError(f"{name} gets no gradient: nothing would train it")
-        # Half a part in ten is far from rounding, also that of TF32, and nearer than any omission.
+            raise UserError(f"{name} gets no gradient: nothing would train it")
+        # 5% is far from rounding, also that of TF32, and nearer than any omission.
         if gradient is None or (gradient - expected).norm() > 0.05 * expected.norm() + 1e-6:
-            raise NotImplementedError(f"training/loss.py computes another gradient of {name} than GPT.logits gives")
+            raise UserError(f"training/loss.py computes another gradient of {name} than GPT.logits gives")

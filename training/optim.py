@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from model import GPT, StackedLinear
 from system.distributed import Runtime
+from system.errors import UserError
 from training.config import Recipe, TrainConfig
 from training.muon import Muon
 
@@ -48,7 +49,7 @@ OPTIMIZERS = {
 
 def choose_update(name: str, p: Tensor, module: nn.Module, cfg: Recipe) -> Update:
     """What updates the parameter `p` of `module`, which the model knows by this name. A tied head is the embedding.
-    Raises NotImplementedError where no line knows the optimizer."""
+    Raises UserError where no line knows the optimizer."""
     is_embedding = isinstance(module, nn.Embedding)
     peak_lr = cfg.max_lr * cfg.embed_lr_scale if is_embedding else cfg.max_lr
     # Decay pulls a weight toward zero unless the loss holds it. Vectors, which are biases and gains, do not decay.
@@ -62,7 +63,7 @@ def choose_update(name: str, p: Tensor, module: nn.Module, cfg: Recipe) -> Updat
             return by_adamw
         rows = module.matrix_rows if isinstance(module, StackedLinear) else ()
         return Update("muon", cfg.muon_lr, weight_decay=0.0, matrix_rows=rows)
-    raise NotImplementedError(f"no line of choose_update says what updates {name} with --optimizer {cfg.optimizer}")
+    raise UserError(f"no line of choose_update says what updates {name} with --optimizer {cfg.optimizer}")
 
 
 def choose_updates(model: GPT, cfg: Recipe) -> dict[str, Update]:

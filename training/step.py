@@ -105,6 +105,9 @@ class Trainer:
         for optimizer in self.optimizers.values():
             optimizer.step()
         copy_weights(self.model, self.weights)
+        for name, p in self.model.named_parameters():
+            if self.weights[name] is not p:
+                self.weights[name].grad = None
 
     def finish_step(self) -> None:
         """Free the gradients, and adapt the loss scale, whether there was an update or not."""
