@@ -41,7 +41,7 @@ OTHERS = set("""
 # The flags and names of the worked changes.
 PATCHES = {path.stem: path.read_text() for path in ROOT.glob("docs/patches/*.diff")}
 PATCH_FLAGS = {flag for text in PATCHES.values() for flag in re.findall(r"--[\w.-]+", text.partition("diff --git")[0])}
-OTHERS |= PATCHES.keys() | {"val_loss_ema", "ema.diff"}
+OTHERS |= PATCHES.keys() | {"val_loss_ema"} | {f"{name}.diff" for name in PATCHES}
 
 
 def find_code(name: str) -> list[str]:
