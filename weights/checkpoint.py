@@ -121,7 +121,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     require("model" not in state, f"{optim} is not the train state of a run; {fix}")
     writer = state.get("versions", {}).get("commit", "an earlier version")
     problem = f"{optim} has the format {state['format']} of {writer}, not {OPTIM_FORMAT}"
-    require(state["format"] == OPTIM_FORMAT, f"{problem}; resume it with that, or {fix.removeprefix('to ')}")
+    require(state["format"] == OPTIM_FORMAT, f"{problem}; resume it with that commit; {fix}")
     return state | {"model_file": optim.with_name(optim.name.replace("optim_", "model_"))}
 
 
