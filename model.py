@@ -344,10 +344,7 @@ class Head(NamedTuple):
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each target, in nats: logits (N, V), targets (N,) int64 -> (N,); 0 for a target of -100."""
-    # F.cross_entropy and gather would make the compiler keep one more tensor (N, V) for the gradient.
-    columns = torch.arange(logits.size(-1), device=logits.device)  # (V,)
-    of_targets = torch.where(columns == targets[:, None], logits, 0.0).sum(-1)  # (V,) == (N, 1) -> (N, V) -> (N,)
-    return (logits.logsumexp(-1) - of_targets) * (targets >= 0)
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 class GPT(nn.Module):

@@ -63,7 +63,7 @@ class Evaluator:
         which alone are compared with public runs. Every rank must call it."""
         assert bool(of) == (weights is not self.trainer.weights), "other weights have other names"
         cfg, rt, val_data, max_steps = self.cfg, self.rt, self.run.val_data, self.run.max_steps
-        label = f"step {step:5d}/{max_steps}{of and f' {of}'}"
+        label = f"step {step:5d}/{max_steps}{of}"
         results: dict[str, Any] = {}
 
         with self.trainer.using(weights):

@@ -25,7 +25,7 @@ from weights.open_model import open_model
 # transformers' own class runs these; any other network is exported with its code.
 GPT2S = {"gpt2", "untied", "nanogpt"} | {
     f"gpt2 {change}"
-    for change in ("bias=False", "tied_head=False", "activation=gelu_erf", "zero_init_projections=True")
+    for change in ("bias=False", "tied_head=False", "activation=gelu_erf", "zero_init_projections=True", "init_std=0.1")
 }
 
 

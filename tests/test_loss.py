@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_all_logits(name):
 ])  # fmt: skip
 def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale, monkeypatch):
     # Many chunks: the sum over them must be in float32.
-    monkeypatch.setattr(Loss, "chunk_rows", lambda loss: B * T // 64)
+    monkeypatch.setattr(Loss, "chunk_rows", lambda *args: B * T // 64)
     # The gradient of the tied embedding in float32.
     model, idx, targets = make_batch()
     _, exact_gradients = loss_and_gradients(model, model, idx, targets)
@@ -146,7 +146,9 @@ def test_a_head_that_the_chunks_do_not_know_is_refused(monkeypatch, change):
     model.extra = torch.nn.Parameter(torch.full((1,), 2.0))
     if change == "a projection":
         monkeypatch.setattr(
-            GPT, "logits", lambda model, x, head=None: finish(model, model.lm_head(x * model.extra), None)
+            GPT,
+            "logits",
+            lambda model, x, head=None: finish(model, model.lm_head(model.transformer.ln_f(x) * model.extra), None),
         )
     elif change == "a cap":
         monkeypatch.setattr(GPT, "logits", lambda model, *args: 30 * torch.tanh(logits_of(model, *args) / 30))

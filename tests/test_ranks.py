@@ -38,7 +38,7 @@ from system.distributed import Runtime
 from tokens import shards
 from training import optim
 from training.build import build_trainer
-from training.state import is_sharded
+from training.state import is_gathered
 from weights import checkpoint, run_folder
 
 # ------------------------------------------------------------------------- the same result
@@ -141,7 +141,7 @@ def check_shares() -> None:
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         trainer.update()
-        states = [part.local.state.values() for part in trainer.state.parts.values() if is_sharded(part)]
+        states = [part.local.state.values() for part in trainer.state.parts.values() if is_gathered(part)]
         own = [t for state in states for moments in state for t in moments.values() if t.dim()]
         shares = rt.gather(sum(t.nbytes for t in own))
         # Whole parameters are dealt out, so a rank has more than half where one is itself a large part.

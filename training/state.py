@@ -11,7 +11,7 @@ A part has the two methods of torch, state_dict and load_state_dict; every rank 
 saved, loaded, compared between ranks and counted as memory. A checkpoint must have the same parts as the program.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,6 @@ from system.errors import explain_errors, require
 from system.machine import copy_to_host
 
 Moments = dict[str, dict[str, Tensor]]  # {parameter: {moment: tensor}}: the state of an optimizer
-
-
-class Part(Protocol):
-    """What State.parts holds."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
 class NamedOptimizer:
@@ -96,7 +88,7 @@ class State:
     """See the module's docstring. weights: the parameters of the model or, if these are bfloat16, what they are rounded
     from."""
 
-    def __init__(self, weights: dict[str, Tensor], parts: dict[str, Part], rt: Runtime):
+    def __init__(self, weights: dict[str, Tensor], parts: dict[str, Any], rt: Runtime):
         self.weights, self.parts, self.rt = weights, parts, rt
         self.step = self.sequences = 0
 
@@ -107,7 +99,7 @@ class State:
             state = part.state_dict()
             if self.rt.is_main:
                 # What was gathered is a copy: a second one would be 12 GB for GPT-2 1558M.
-                parts[name] = state if is_sharded(part) else copy_to_host(state)
+                parts[name] = state if is_gathered(part) else copy_to_host(state)
         return {"step": self.step, "sequences": self.sequences, "parts": parts}
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -126,7 +118,7 @@ class State:
 
     def compared(self) -> dict[str, list[Tensor]]:
         """{name: tensors} of what must be equal on all ranks: all but the shards of optimizers."""
-        whole = {name: part.state_dict() for name, part in self.parts.items() if not is_sharded(part)}
+        whole = {name: part.state_dict() for name, part in self.parts.items() if not is_gathered(part)}
         return {"weights": [*self.weights.values()]} | {name: tensors_of(state) for name, state in whole.items()}
 
     def num_bytes(self) -> int:
@@ -137,7 +129,7 @@ class State:
         return optimizers + sum(t.nbytes for t in [*self.weights.values(), *tensors_of(others)])
 
 
-def is_sharded(part: Part) -> bool:
+def is_gathered(part: Any) -> bool:
     """Whether each rank has its own share of this part."""
     return isinstance(part, NamedOptimizer) and part.is_sharded
 
@@ -156,10 +148,15 @@ def to_state_dict(model: GPT, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: weights[names[p]].detach() for name, p in model.state_dict(keep_vars=True).items()}
 
 
+def rounded_pairs(model: GPT, weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The parameters of the model, each with the weight that it is a rounded or another copy of."""
+    return [(p, weights[name]) for name, p in model.named_parameters() if p is not weights[name]]
+
+
 @torch.no_grad()
 def copy_weights(model: GPT, weights: dict[str, Tensor]) -> None:
     """Let the model compute with these weights, rounded to its own precision. They are copied into its parameters,
     which with ZeRO-1 are views of larger tensors."""
-    pairs = [(p, weights[name]) for name, p in model.named_parameters() if p is not weights[name]]
+    pairs = rounded_pairs(model, weights)
     if pairs:
         torch._foreach_copy_([p for p, _ in pairs], [weight for _, weight in pairs])

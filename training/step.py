@@ -21,7 +21,7 @@ from system.distributed import Runtime
 from training.config import TrainConfig
 from training.loader import to_device
 from training.loss import Loss
-from training.state import State, copy_weights
+from training.state import State, copy_weights, rounded_pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +98,14 @@ class Trainer:
         """Step all optimizers; not to be called unless the norm is finite. GradScaler.step would decide that for each
         optimizer alone, and half of the weights would move. Every rank must call it."""
         # [memory] bfloat16 gradients become float32 ones of the weights; the parameters are then rounded from these.
-        for name, p in self.model.named_parameters():
-            weight = self.weights[name]
-            if weight is not p:
-                weight.grad = None if p.grad is None else p.grad.float()
+        rounded = rounded_pairs(self.model, self.weights)
+        for p, weight in rounded:
+            weight.grad = None if p.grad is None else p.grad.float()
         for optimizer in self.optimizers.values():
             optimizer.step()
         copy_weights(self.model, self.weights)
-        for name, p in self.model.named_parameters():
-            if self.weights[name] is not p:
-                self.weights[name].grad = None
+        for _, weight in rounded:
+            weight.grad = None
 
     def finish_step(self) -> None:
         """Free the gradients, and adapt the loss scale, whether there was an update or not."""

@@ -224,7 +224,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     config = replace(model.config, vocab_size=V)
 
     # transformers' GPT-2 computes this network, if it is GPT-2 but for its sizes, biases, head and GELU.
-    free = {*GPT2_SIZES, "bias", "tied_head", "activation", "zero_init_projections"}
+    free = {*GPT2_SIZES, "bias", "tied_head", "activation", "init_std", "zero_init_projections"}
     gpt2 = GPTConfig(**{name: getattr(config, name) for name in free})
     needs_code = config != gpt2 or config.activation not in GPT2_ACTIVATIONS
 
