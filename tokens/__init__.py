@@ -1,4 +1,4 @@
-"""From text to the batch of a step.
+"""From text to the shards that training/loader.py reads.
 
 text files    sources.py      which files --source names
     |         documents.py    their texts, in chunks
