@@ -37,6 +37,10 @@ push_try_s=1800     # one try: a transfer may hang for ever (huggingface_hub iss
 push_pause_s=60     # between two tries
 remove_delay_s=60   # before the machine is removed
 
+# Python: the steps of so many epochs of the run with that config.json.
+count_steps='import json, sys; run = json.load(open(sys.argv[2]))
+print(int(sys.argv[1]) * run["resolved_max_steps"] // run["epochs"])'
+
 here=$(dirname "$(readlink -f "$0")")
 python=$here/.venv/bin/python
 [[ -x $python ]] || python=python3
@@ -62,11 +66,16 @@ read_arguments() {
     args=("$@")
     # A checkpoint stands for its run, which may be past it by now. A name alone is looked for below log/, too.
     if [[ ${1-} == *.pt && $1 != -* ]]; then
-        local found=$1
+        local found=$1 folder steps
         [[ $1 == */* || -e $1 ]] || found=$(find log -name "$1")
         [[ -n $found && $found != *$'\n'* ]] || fail "give the path of $1; log/ has ${found:-none}"
-        [[ ! ${2-} =~ ^[0-9]+$ ]] || set -- "$1" --epochs "${@:2}"
-        args=(--resume "$(dirname "$found")" "${@:2}")
+        folder=$(dirname "$found")
+        # An epoch is one of the run's own, whatever the data; --epochs records how many its steps are.
+        if [[ ${2-} =~ ^[0-9]+$ ]]; then
+            steps=$("$python" -c "$count_steps" "$2" "$folder/config.json") || fail "say --max-steps instead of $2"
+            set -- "$1" --epochs "$2" --max-steps "$steps" "${@:3}"
+        fi
+        args=(--resume "$folder" "${@:2}")
     fi
 
     # The last value of a flag counts, which may be spelled with underscores, with = or a space.

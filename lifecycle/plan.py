@@ -46,6 +46,9 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
 EAGER_SPEED = 0.69
 
+# Up to so many epochs repeated data are nearly as good as new ones (Muennighoff et al. 2023, arXiv 2305.16264).
+MAX_EPOCHS = 4
+
 MIN_WIDTH = 512  # below, no card comes near the share of its peak that is assumed
 
 
@@ -64,6 +67,8 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, s
     epoch_tokens = data.order.sequences_per_epoch * data.T  # of whole sequences
     epochs = sequences_before(max_steps, cfg) * data.T / epoch_tokens
     print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.files)} shards, read {epochs:.2f} times")
+    if epochs > MAX_EPOCHS and not cfg.overfit_single_batch:
+        print0(f"warning: more than {MAX_EPOCHS} times teaches little; to read them less often: --max-steps")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
         fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"
@@ -120,7 +125,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     fixes the number of steps. Nothing is saved. Every rank must call it."""
     model = open_first_weights(cfg)
     cfg = replace(cfg, model=model.config)
-    has_data = Path(cfg.data_dir).is_dir() or not (cfg.max_steps or cfg.steps_per_epoch)
+    has_data = Path(cfg.data_dir).is_dir() or not cfg.max_steps
     data = open_data(cfg)[0] if has_data else None
     max_steps = count_steps(cfg, data.order.sequences_per_epoch if data else 0)
     rt = distributed.choose_precision(rt, cfg.dtype)
@@ -166,10 +171,14 @@ def predict(cfg: TrainConfig, card: str) -> str:
     fix = "measure it there: --dry-run"
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
 
-    # Where the steps depend on the data, those of the public run of the preset.
-    published = next((run.max_steps for run in read_references() if run.preset == cfg.preset), 0)
-    max_steps = cfg.max_steps or cfg.epochs * (cfg.steps_per_epoch or published)
-    require(max_steps, f"how many steps {cfg.preset} takes depends on the data; say --max-steps")
+    # Where the steps depend on the data, and there are none, those of the public run of the preset.
+    max_steps = cfg.max_steps
+    if not max_steps and Path(cfg.data_dir).is_dir():
+        max_steps = count_steps(cfg, open_data(cfg)[0].order.sequences_per_epoch)
+    elif not max_steps:
+        published = next((run.max_steps for run in read_references() if run.preset == cfg.preset), 0)
+        max_steps = cfg.epochs * published
+    require(max_steps, f"how many steps {cfg.preset} takes depends on the data in {cfg.data_dir}; say --max-steps")
     divisors_of_share(cfg, len(cards), max_steps)  # what a run on these cards would refuse
 
     optimizer_shards = len(cards) if cfg.zero_stage else 1

@@ -173,7 +173,8 @@ def test_resume_brings_the_saved_config_and_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("words, steps", [
-    ("gpt2-124m --epochs 2", 2 * 19073), ("llmc-124m --epochs 2", 2 * 1000 // 512),
+    ("gpt2-124m", 19073), ("untied-124m", 38146), ("gpt2-124m --epochs 2 --total-batch-size 1024", 2000),
+    ("llmc-124m --epochs 2", 2 * 1000 // 512),
     ("quickstart", 80), ("quickstart --epochs=2", 2 * 1000 // 16), ("--resume a/model_00001.pt --epochs 2", 125),
     ("quickstart --epochs 2 --max_steps=7", 7), ("quickstart --max-steps 7 --epochs 2", 7),
 ])  # fmt: skip

@@ -155,3 +155,21 @@ def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     assert f"19,073 steps take 7h37m; ${2 * 1.5 * hours:.2f}" in out
     assert "124,475,904 parameters on 2 x A100" in out and "MFU 50.0%" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prediction_counts_the_data_that_are_there(tiny_args, capsys):
+    data_dir = parse_config("quickstart", *tiny_args).data_dir
+    cfg = parse_config("finetune", "--data-dir", data_dir, "--sequence-length", "32", "--total-batch-size", "256")
+    steps = cfg.epochs * (plan.open_data(cfg)[0].order.sequences_per_epoch // 8)
+    assert steps and f"\n{steps:,} steps take" in plan.predict(cfg, "H100")
+    with pytest.raises(UserError, match="nowhere"):
+        plan.predict(replace(cfg, data_dir="nowhere"), "H100")
+
+
+@pytest.mark.parametrize("times, warns", [(4, False), (4.5, True)])
+def test_data_that_are_read_too_often_are_a_warning(tiny_args, capsys, times, warns):
+    cfg = parse_config("quickstart", *tiny_args)
+    data, _ = plan.open_data(cfg)
+    steps = int(times * data.order.sequences_per_epoch / plan.sequences_at(0, cfg))
+    plan.print_plan(cfg, CPU, GPT(cfg.model), data, 0, steps)
+    assert ("warning" in capsys.readouterr().out) == warns

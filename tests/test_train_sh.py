@@ -55,7 +55,7 @@ def count_starts(pod):
 
 
 # The words of a command | what the trainer is given, whose last word is the run folder that train.sh looks at. --keep
-# may have deleted a checkpoint that is named; its run is still there.
+# may have deleted a checkpoint that is named; its run is still there, whose three epochs have seven steps.
 COMMANDS = """
                                              | --resume auto --out-dir log/gpt2-124m
 record8-124m --max-steps 5                   | record8-124m --max-steps 5 --resume auto --out-dir log/record8-124m
@@ -65,14 +65,15 @@ record8-124m --out_dir=x/y --resume auto     | record8-124m --out_dir=x/y --resu
 --resume log/old                             | --resume log/old --out-dir log/old
 --resume=log/old/model_00007.pt              | --resume=log/old/model_00007.pt --out-dir log/old
 --resume log/old/model_00007.pt --out-dir new| --resume log/old/model_00007.pt --out-dir new --out-dir new
-model_00007.pt 2 --max-lr 1e-4               | --resume log/old --epochs 2 --max-lr 1e-4 --out-dir log/old
-log/old/model_00001.pt 2                     | --resume log/old --epochs 2 --out-dir log/old
+model_00007.pt 6 --keep 9                    | --resume log/old --epochs 6 --max-steps 14 --keep 9 --out-dir log/old
+log/old/model_00001.pt 6                     | --resume log/old --epochs 6 --max-steps 14 --out-dir log/old
 """
 
 
 @pytest.mark.parametrize("words, _, given", read_table(COMMANDS))
 def test_the_trainer_writes_where_train_sh_looks(pod, words, _, given):
     pod.add_checkpoint("log/old", 7)
+    pod.root.joinpath("log/old/config.json").write_text('{"resolved_max_steps": 7, "epochs": 3}')
     done = pod.call(*words)
     pod.wait_until_ended()
     # With a host name that did not resolve, torchrun had not started after 400 seconds; with --local-addr after 21.
@@ -87,7 +88,8 @@ def test_the_trainer_writes_where_train_sh_looks(pod, words, _, given):
 REFUSED = """
 model_00001.pt 2                              | log/b/model_00001.pt
 model_00007.pt 2                              | model_00007.pt
-nowhere/model_00001.pt 2                      | nowhere
+nowhere/model_00001.pt                        | nowhere
+log/a/model_00001.pt 2                        | log/a/config.json
 PUSH_EVERY=60                                 | PUSH_TO
 PUSH_TO=me/x NO_TOKEN=1                       |
 REMOVE_POD=1                                  | PERSISTENT=1

@@ -95,9 +95,6 @@ class TrainConfig(Recipe):
         heading="Start and length of the run",
     )
     epochs: int = setting(1, "passes over the data; replaces the preset's max-steps, but none that you type", low=1)
-    steps_per_epoch: int = setting(
-        0, "optimizer steps counted as one epoch; 0 derives them from the data", has_flag=False
-    )
     max_steps: int = setting(0, "total optimizer steps; 0: as many as --epochs takes")
 
     data_dir: str = setting("data/fineweb-edu", "folder of token shards", heading="Folders", per_rank=True)

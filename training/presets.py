@@ -13,7 +13,7 @@ def _gpt2(name: str, n_layer: int, n_head: int, n_embd: int, max_lr: float) -> T
     """A GPT-2 size (Radford et al. 2019) with the learning rate that GPT-3 (Brown et al. 2020, table 2.1) gives a model
     of that size."""
     model = GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=50304)
-    return TrainConfig(preset=name, model=model, max_lr=max_lr, min_lr=round(max_lr / 10, 9), steps_per_epoch=19_073)
+    return TrainConfig(preset=name, model=model, max_lr=max_lr, min_lr=round(max_lr / 10, 9), max_steps=19_073)
 
 
 # Small enough for a laptop; the vocabulary is GPT-2's, so the embedding has most of the parameters.
@@ -30,7 +30,7 @@ _DESCRIBED: list[tuple[str, TrainConfig]] = [
     ("DDP-BASEMODEL-TRAIN's recipe: an untied head, half as many tokens a step", TrainConfig(
         preset="untied-124m",
         model=GPTConfig(vocab_size=50304, tied_head=False),
-        total_batch_size=262_144, steps_per_epoch=38_146, warmup_steps=700,
+        total_batch_size=262_144, max_steps=38_146, warmup_steps=700,
         val_every=100, sample_every=1000, save_every=2000,
     )),
     # Its discussion 481.

@@ -48,8 +48,6 @@ def count_steps(cfg: TrainConfig, sequences_per_epoch: int) -> int:
     data are less than one step."""
     if cfg.max_steps:
         return cfg.max_steps
-    if cfg.steps_per_epoch:
-        return cfg.epochs * cfg.steps_per_epoch
     # As many whole steps as the epochs have.
     sequences = cfg.epochs * sequences_per_epoch
     steps = bisect.bisect_right(range(sequences + 1), sequences, key=lambda step: sequences_before(step, cfg)) - 1
