@@ -127,7 +127,8 @@ def plan_manifest(args: argparse.Namespace, source: Source, files: list[Path]) -
         limits = [SHARD_TOKENS, sum(file.bytes for file in source.files) / 24]
         if args.limit_tokens:
             limits.append(args.limit_tokens / 10)
-        shard_tokens = max(1, int(float(f"{min(limits):.0e}")))  # rounded to one digit, such as "4e+07"
+        # Rounded to one digit, such as "4e+07"; and each shard holds at least one sequence of GPT-2's length.
+        shard_tokens = max(1025, int(float(f"{min(limits):.0e}")))
     return Manifest(source, args.format, shard_tokens, args.limit_tokens)
 
 

@@ -66,8 +66,7 @@ RECIPES = {
         val_every=100 sample_every=1000 save_every=2000 schedule=cosine optimizer=adamw""",
     # nanoGPT, finetune_shakespeare
     "finetune": """
-        init_from=gpt2 total_batch_size=32768 sequence_length=1024 max_lr=3e-5 optimizer=adamw schedule=cosine
-        epochs=2""",
+        init_from=gpt2 sequence_length=1024 max_lr=3e-5 optimizer=adamw schedule=cosine""",
     # DDP-BASEMODEL-TRAIN, its sanity run
     "overfit": """
         overfit_single_batch=True total_steps=200 total_batch_size=512 schedule=cosine optimizer=adamw max_lr=3e-3""",
@@ -174,13 +173,20 @@ def test_resume_brings_the_saved_config_and_its_folder(tmp_path):
 
 @pytest.mark.parametrize("words, steps", [
     ("gpt2-124m", 19073), ("untied-124m", 38146), ("gpt2-124m --epochs 2 --total-batch-size 1024", 2000),
-    ("llmc-124m --epochs 2", 2 * 1000 // 512),
+    ("llmc-124m --epochs 20", 20 * 1000 // 512),
     ("quickstart", 80), ("quickstart --epochs=2", 2 * 1000 // 16), ("--resume a/model_00001.pt --epochs 2", 125),
     ("quickstart --epochs 2 --max_steps=7", 7), ("quickstart --max-steps 7 --epochs 2", 7),
 ])  # fmt: skip
 def test_steps_follow_from_max_steps_epochs_or_data(words, steps):
     """Of 1,000 sequences an epoch."""
     assert count_steps(parse_words(words), 1000) == steps
+
+
+def test_too_few_steps_are_refused_with_what_suits_the_text():
+    """Of 19 sequences an epoch, four a step: four epochs are 19 steps."""
+    with pytest.raises(UserError, match="--max-steps 40, which reads it 8 times"):
+        count_steps(parse_words("finetune"), 19)
+    assert count_steps(parse_words("finetune"), 20) == 20
 
 
 # ------------------------------------------------------------------------- values

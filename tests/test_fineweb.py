@@ -136,7 +136,8 @@ def test_shakespeare_as_printed(tmp_path, monkeypatch, quick):
 
 @pytest.mark.parametrize("source_bytes, limit, shard_tokens", [
     (70_000, None, 3000),  # a 24th, 2,917
-    (70_000, 12_000, 1000),  # a tenth of the limit, 1,200
+    (70_000, 22_000, 2000),  # a tenth of the limit, 2,200
+    (7_000, 2_000, 1025),  # a sequence
     (10**12, None, 100_000_000),
 ])  # fmt: skip
 def test_default_shard_size(source_bytes, limit, shard_tokens):

@@ -160,7 +160,7 @@ def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
 def test_a_prediction_counts_the_data_that_are_there(tiny_args, capsys):
     data_dir = parse_config("quickstart", *tiny_args).data_dir
     cfg = parse_config("finetune", "--data-dir", data_dir, "--sequence-length", "32", "--total-batch-size", "256")
-    steps = cfg.epochs * (plan.open_data(cfg)[0].order.sequences_per_epoch // 8)
+    steps = cfg.epochs * plan.open_data(cfg)[0].order.sequences_per_epoch // 8
     assert steps and f"\n{steps:,} steps take" in plan.predict(cfg, "H100")
     with pytest.raises(UserError, match="nowhere"):
         plan.predict(replace(cfg, data_dir="nowhere"), "H100")

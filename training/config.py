@@ -60,7 +60,9 @@ class Recipe:
 
     max_lr: float = setting(6e-4, "peak learning rate", heading="The learning rate")
     min_lr: float = setting(6e-5, "learning rate at the end; rates other than max-lr fall by the same factor")
-    warmup_steps: int = setting(715, "steps over which the rate rises linearly to its peak")
+    warmup_steps: float = setting(
+        715, "steps over which the rate rises linearly to its peak; below 1: a share of all steps"
+    )
     schedule: Literal["cosine", "trapezoid"] = setting(
         "cosine", "the decay to min-lr: half a cosine, or constant and then linear"
     )

@@ -24,6 +24,8 @@ import torch
 from system.errors import require
 from training.config import TrainConfig
 
+MIN_STEPS = 20  # that --epochs must have: with fewer the rate is hardly at its peak
+
 # ------------------------------------------------------------------------- sequences
 
 
@@ -45,15 +47,17 @@ def common_batch(max_steps: int, cfg: TrainConfig) -> int:
 
 def count_steps(cfg: TrainConfig, sequences_per_epoch: int) -> int:
     """Optimizer steps of the whole run, for data with this many training sequences per epoch. Raises UserError if the
-    data are less than one step."""
+    epochs have too few to learn from."""
     if cfg.max_steps:
         return cfg.max_steps
     # As many whole steps as the epochs have.
     sequences = cfg.epochs * sequences_per_epoch
     steps = bisect.bisect_right(range(sequences + 1), sequences, key=lambda step: sequences_before(step, cfg)) - 1
-    data = f"--epochs {cfg.epochs} of this data ({sequences_per_epoch} sequences)"
-    batch = f"--total-batch-size {cfg.total_batch_size}"
-    require(steps, f"{data} is less than one step of {batch}; lower it, or set --max-steps")
+    data = f"--epochs {cfg.epochs} of this data ({sequences_per_epoch} sequences of {cfg.sequence_length} tokens)"
+    problem = f"{data} make {steps} steps of --total-batch-size {cfg.total_batch_size}, too few to learn from"
+    times = sequences_before(2 * MIN_STEPS, cfg) / sequences_per_epoch
+    fix = f"use more text, or --max-steps {2 * MIN_STEPS}, which reads it {times:,.0f} times"
+    require(steps >= MIN_STEPS, f"{problem}; {fix}")
     return steps
 
 
@@ -71,16 +75,23 @@ def lr_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
         return floor
 
     # Warm-up. The first step already learns, as in build-nanogpt.
-    if step < cfg.warmup_steps:
-        return (step + 1) / cfg.warmup_steps
+    warmup = count_warmup_steps(total_steps, cfg)
+    if step < warmup:
+        return (step + 1) / warmup
 
     # In between, what is left of the decay is the distance from the floor.
     return floor + (1 - floor) * DECAYS[cfg.schedule](step, total_steps, cfg)
 
 
+def count_warmup_steps(total_steps: int, cfg: TrainConfig) -> float:
+    """The steps of the warm-up, which may be given as a share of all."""
+    return cfg.warmup_steps if cfg.warmup_steps >= 1 else round(cfg.warmup_steps * total_steps)
+
+
 def cosine_decay(step: int, total_steps: int, cfg: TrainConfig) -> float:
     """Half a cosine from the end of the warm-up to the last step (Loshchilov and Hutter 2016, without restarts)."""
-    progress = (step - cfg.warmup_steps) / (total_steps - cfg.warmup_steps)
+    warmup = count_warmup_steps(total_steps, cfg)
+    progress = (step - warmup) / (total_steps - warmup)
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
