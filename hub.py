@@ -242,6 +242,7 @@ def export(path: Path, out_dir: Path) -> None:
     model, facts = checkpoint.load(path)
     run_dir = path if path.is_dir() else path.parent
     write_export(model, facts, run_dir, out_dir, str(out_dir))
+    print0(f"{out_dir} has step {facts['step']:,}{metrics.describe_best(path)}")
 
 
 def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path, name: str) -> None:

@@ -17,8 +17,10 @@ import codecs
 import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lifecycle.metrics import describe_best
 from system import process, settings
 from system.errors import UserError, require
 from system.printing import print0, printable
@@ -134,7 +136,7 @@ def main() -> None:
 
     # A token reads every weight from memory: what takes fewer bytes is fastest, even on a CPU that trains in float32.
     dtype = supported_dtypes(device)[0] if args.dtype == "auto" else getattr(torch, args.dtype)
-    line = f"infer.py: {description}; {device_name(device)}, {dtype_name(dtype)}"
+    line = f"infer.py: {description}; {device_name(device)}, {dtype_name(dtype)}{describe_best(Path(args.model))}"
     print0(line, file=sys.stderr)
     model = prepare(model, device, dtype)
     idx = torch.tensor([prompt_ids], device=device)  # (1, T)

@@ -28,6 +28,7 @@ from zlib import crc32
 from system.cards import total_peak_flops
 from system.files import atomic_write
 from system.printing import format_cost, format_duration, print0
+from weights.run_folder import complete_steps, model_path
 
 if TYPE_CHECKING:
     from lifecycle.run import Run
@@ -64,10 +65,21 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
-def best_step(run_dir: Path, steps: list[int], of: str = "val_loss") -> int | None:
-    """Of these steps of a run the one with the lowest val loss, or another measurement; None if none has it."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and row.get(of)]
+def best_step(run_dir: Path, steps: list[int] | None = None, of: str = "val_loss") -> int | None:
+    """The step of a run with the lowest val loss, or another measurement, of all steps or of these; None if none has
+    it."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get(of)]
+    rows = [row for row in rows if steps is None or row["step"] in steps]
     return min(rows, key=itemgetter(of))["step"] if rows else None
+
+
+def describe_best(path: Path) -> str:
+    """For people who open a run folder, and so its newest weights: which of the others have a lower val loss, or ""."""
+    saved = complete_steps(path, ["model"]) if path.is_dir() else []
+    best = best_step(path, saved)
+    if best is None or best == saved[-1]:
+        return ""
+    return f"; {model_path(path, best)} has a lower val loss"
 
 
 # ------------------------------------------------------------------------- writing

@@ -111,9 +111,14 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
 
 def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> None:
     """Print how a run has finished, and where its best weights are, by val loss. For rank 0."""
-    best = best_step(cfg.run_dir, complete_steps(cfg.run_dir))
+    best = best_step(cfg.run_dir)
+    which = ""
+    if best is not None:
+        which = f"; lowest val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}"
+        if best not in complete_steps(cfg.run_dir):
+            which += f" at step {best}, which is not saved; the last weights"
+            best = None
     path = model_path(cfg.run_dir, step if best is None else best)
-    which = "" if best is None else f"; lowest val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}"
     print0(f"done: steps {start} to {step} in {format_duration(seconds)}{which}: {path}")
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import CPU, choices, parse_config, run_main, train_quickstart
+from helpers import CPU, choices, parse_config, run_main, train_quickstart, write_jsonl
 
 from lifecycle import plan
 from model import GPT
@@ -62,6 +62,21 @@ def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monke
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     with pytest.raises(UserError, match="4 checkpoints"):
         train_quickstart(tiny_args, tmp_path / "run")
+
+
+# ------------------------------------------------------------------------- the result
+
+
+@pytest.mark.parametrize("losses, named", [
+    ({0: 9.0, 6: 3.25, 12: 4.0}, ["3.2500", "model_00006.pt"]),  # the best is saved
+    ({0: 2.5, 6: 3.25, 12: 4.0}, ["2.5000 at step 0", "not saved", "model_00012.pt"]),
+    ({}, ["model_00012.pt"]),
+])  # fmt: skip
+def test_the_best_step_is_that_of_all_evaluations(trained_run, capsys, losses, named):
+    write_jsonl(trained_run / "metrics.jsonl", [{"step": step, "val_loss": loss} for step, loss in losses.items()])
+    plan.print_result(parse_config("quickstart", "--out-dir", trained_run), 0, 12, 60.0)
+    out = capsys.readouterr().out
+    assert all(text in out for text in named) and ("lowest" in out) == bool(losses)
 
 
 # ------------------------------------------------------------------------- --dry-run
