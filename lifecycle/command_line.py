@@ -8,14 +8,17 @@ The flags follow from the fields of TrainConfig (training/config.py).
 
 import argparse
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from system.errors import UsageError
+from system.errors import UsageError, require
+from system.printing import env_rank
 from system.settings import ArgumentParser, add_flags, change
 from training.config import TrainConfig, has_mark
 from training.presets import DESCRIPTIONS, PRESETS
 from weights.checkpoint import read_train_state
+from weights.run_folder import latest_step
 
 USAGE = """%(prog)s [PRESET] [--flag value ...]
 
@@ -61,7 +64,7 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
     """[PRESET] [--flag value ...] -> the settings and what to do with them. Raises UserError (for a bad flag
     UsageError), or SystemExit after the help that was asked for.
 
-    `--resume PATH` without a preset starts from the settings saved there, so only changes need flags.
+    `--resume` without a preset starts from the settings of the run that it finds, so only changes need flags.
     """
     typed = vars(make_parser(PRESETS["gpt2-124m"]).parse_args(argv))
     asks_for_help = typed.pop("help", False)
@@ -72,18 +75,21 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
         raise UsageError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
     cfg = PRESETS[preset or "gpt2-124m"]
 
-    # A run continues in its own folder.
+    # A run continues in its own folder and, without a preset, with its own settings.
     resume = typed.get("resume", "none")
-    if resume not in ("none", "auto"):
-        path = Path(resume)
-        if not preset:
-            cfg = TrainConfig.from_dict(read_train_state(path)["config"])
-            per_start: dict[str, Any] = {f.name: f.default for f in fields(cfg) if has_mark(f.name, "per_start")}
-            cfg = replace(cfg, **per_start)
+    path = Path(typed.get("out_dir") or cfg.run_dir) if resume == "auto" else Path(resume)
+    has_run = resume != "none" and (resume != "auto" or latest_step(path) is not None)
+    if has_run and not preset:
+        cfg = TrainConfig.from_dict(read_train_state(path)["config"])
+        per_start: dict[str, Any] = {f.name: f.default for f in fields(cfg) if has_mark(f.name, "per_start")}
+        cfg = replace(cfg, **per_start)
+    if has_run:
         cfg = replace(cfg, out_dir=str(path if path.is_dir() else path.parent))
     if "epochs" in typed and "max_steps" not in typed:
         cfg = replace(cfg, max_steps=0)
     cfg = change(cfg, typed)
+    has_tracker = cfg.tracker != "wandb" or env_rank() or find_spec("wandb")
+    require(has_tracker, "--tracker wandb: its package is not installed; run: pip install wandb")
 
     if asks_for_help:
         make_parser(cfg).print_help()

@@ -21,7 +21,7 @@ import torch
 
 from evaluation.reference import read_references
 from lifecycle.metrics import best_step, read_step
-from lifecycle.start import find_checkpoint, open_data, open_first_weights
+from lifecycle.start import MIN_WIDTH, find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
 from system.cards import CARDS, find_cards, total_peak_flops
@@ -48,8 +48,6 @@ EAGER_SPEED = 0.69
 
 # Up to so many epochs repeated data are nearly as good as new ones (Muennighoff et al. 2023, arXiv 2305.16264).
 MAX_EPOCHS = 4
-
-MIN_WIDTH = 512  # below, no card comes near the share of its peak that is assumed
 
 
 def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, step: int, max_steps: int) -> None:
@@ -173,6 +171,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
     require(is_known, f"--card does not open --init-from {cfg.init_from}; say --model.n-layer, --model.n-embd")
     cards = find_cards(card)
     model = GPT.without_memory(cfg.model)
+    # A smaller one comes nowhere near the share of a card's peak that is assumed.
     fix = "measure it there: --dry-run"
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
 

@@ -32,6 +32,8 @@ from training.schedule import count_steps
 from weights import checkpoint, run_folder
 from weights.open_model import open_model
 
+MIN_WIDTH = 512  # of networks that are made for GPUs
+
 
 def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]:
     """Everything that a run starts from, and the train state to continue from (State.load), or None for a new run.
@@ -49,6 +51,10 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
         cfg = replace(cfg, init_from=old.init_from, model=old.model if is_from_init else cfg.model)
         model = open_model(saved["model_file"])
     else:
+        is_meant = rt.device.type != "cpu" or cfg.device != "auto" or cfg.init_from != "scratch"
+        problem = f"there is no GPU here, and on a CPU a network of width {cfg.model.n_embd} trains for months"
+        fix = "use the preset quickstart, or --device cpu to do it all the same"
+        require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; {fix}")
         model = open_first_weights(cfg)
         cfg = replace(cfg, model=model.config)
 

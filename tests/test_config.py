@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -160,7 +161,7 @@ def test_the_help_has_every_flag_with_its_value_and_sentence(capsys):
     assert set(PRESETS) == {name for name in DESCRIPTIONS if name in text}
 
 
-def test_resume_brings_the_saved_config_and_its_folder(tmp_path):
+def test_resume_brings_the_saved_config_and_its_folder(tmp_path, monkeypatch):
     cfg = parse_words("--resume log/q/model_00100.pt --epochs 2")
     assert (cfg.preset, cfg.seed, cfg.epochs, str(cfg.run_dir)) == ("quickstart", 7, 2, "log/q")
     assert parse_words("quickstart --resume log/q/model_00100.pt").seed == QUICKSTART.seed
@@ -169,6 +170,21 @@ def test_resume_brings_the_saved_config_and_its_folder(tmp_path):
     # train.sh adds one when it restarts, and the last one counts.
     assert parse_words(f"--resume log/q/model_00100.pt --resume={tmp_path}").run_dir == tmp_path
     assert parse_words("--resume log/q/model_00100.pt --resume auto") == replace(GPT2, resume="auto")
+
+    # auto, too, where it finds a run; a preset that is typed counts.
+    monkeypatch.setattr(command_line, "latest_step", {Path("log/q"): 100}.get)
+    assert parse_words("--resume auto --out-dir log/q").seed == 7
+    assert parse_words("quickstart --resume auto --out-dir log/q").seed == QUICKSTART.seed
+    assert parse_words("--resume auto --out-dir log/new") == replace(GPT2, resume="auto", out_dir="log/new")
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
+    """Of rank 0 alone, which uses it."""
+    monkeypatch.setattr(command_line, "find_spec", {"wandb": None}.get)
+    with pytest.raises(UserError, match="pip install wandb"):
+        parse_words("--tracker wandb")
+    monkeypatch.setenv("RANK", "1")
+    assert parse_words("--tracker wandb").tracker == "wandb"
 
 
 @pytest.mark.parametrize("words, steps", [
