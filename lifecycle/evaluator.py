@@ -28,7 +28,7 @@ from training.loader import Loader
 from training.loss import Loss
 from training.presets import PRESETS
 from training.step import Trainer
-from training.validation import validate
+from training.validation import count_sequences, validate
 from weights.open_model import open_model
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 48
@@ -164,7 +164,8 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     # Validation loss. Not compiled: compiling would take longer than it saves.
     B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     results = validate(Loss(model, compiles=False), val_data, cfg, rt, B)
-    print0(f"{weights} on {cfg.data_dir}, in {machine.dtype_name(rt.dtype)} | {describe_loss(results, T)}")
+    what = f"{weights} on {count_sequences(val_data, cfg) * T:,} tokens of {cfg.data_dir}"
+    print0(f"{what}, in {machine.dtype_name(rt.dtype)} | {describe_loss(results, T)}")
     score_hellaswag = multiple_choice.make_scorer(cfg, model.config)
     if score_hellaswag:
         print0(multiple_choice.describe_score(score_hellaswag(model, rt)))

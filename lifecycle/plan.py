@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from evaluation.reference import read_references
+from lifecycle.evaluator import SAMPLE_TOKENS, is_due
 from lifecycle.metrics import best_step, read_step
 from lifecycle.start import MIN_WIDTH, find_checkpoint, open_data, open_first_weights
 from model import GPT
@@ -45,6 +46,13 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
 EAGER_SPEED = 0.69
+
+# Of HellaSwag's 10,042 questions, with the padding of their batches.
+HELLASWAG_TOKENS = 1_830_000
+
+# Assumed, not measured: a token of samples on a GPU, and how fast the state of a run is copied from it.
+SAMPLE_TOKEN_S = 0.01
+COPY_BYTES_PER_S = 5e9
 
 # Up to so many epochs repeated data are nearly as good as new ones (Muennighoff et al. 2023, arXiv 2305.16264).
 MAX_EPOCHS = 4
@@ -158,7 +166,8 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     step_s = seconds[1] + (micro_steps - 1) * micro_s
     peak_gb = machine.peak_memory(rt.device) / 2**30
     print0(f"dry run: peak memory per rank {peak_gb:.1f} GiB; {micro_steps} micro-steps of {micro_s * 1e3:,.0f} ms")
-    print0(describe_speed(cfg, model, step_s, first_step, max_steps, rt.world_size, total_peak_flops(rt)))
+    size, peak_flops = trainer.state.num_bytes(), total_peak_flops(rt)
+    print0(describe_speed(cfg, model, size, step_s, first_step, max_steps, rt.world_size, peak_flops))
 
 
 def predict(cfg: TrainConfig, card: str) -> str:
@@ -185,13 +194,14 @@ def predict(cfg: TrainConfig, card: str) -> str:
     require(max_steps, f"how many steps {cfg.preset} takes depends on the data in {cfg.data_dir}; say --max-steps")
     divisors_of_share(cfg, len(cards), max_steps)  # what a run on these cards would refuse
 
-    optimizer_shards = len(cards) if cfg.zero_stage else 1
-    state_bytes = optim.state_bytes(model, cfg, optimizer_shards)
-    needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + state_bytes) / 1e9
+    optimizer_bytes = optim.state_bytes(model, cfg, len(cards) if cfg.zero_stage else 1)
+    needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + optimizer_bytes) / 1e9
     gb = min(CARDS[name].gb for name in cards)
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
     peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
-    speed = describe_speed(cfg, model, predict_step_s(cfg, cards), 0, max_steps, len(cards), peak_flops)
+    saved_bytes = 4 * model.num_params() + optim.state_bytes(model, cfg)
+    step_s = predict_step_s(cfg, cards)
+    speed = describe_speed(cfg, model, saved_bytes, step_s, 0, max_steps, len(cards), peak_flops)
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
@@ -212,8 +222,28 @@ def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
     return seconds if cfg.compile else seconds / EAGER_SPEED
 
 
+def predict_pauses_s(cfg: TrainConfig, state_bytes: int, step: int, max_steps: int, tokens_per_second: float) -> float:
+    """Seconds from `step` on in which a run does not train: evaluations, at a third of what a token costs in training,
+    which is the forward pass; samples; and saves, until their copy of `state_bytes` is in host memory."""
+
+    def count(period: int) -> int:
+        return sum(is_due(i, period, max_steps) for i in range(step, max_steps + 1))
+
+    hellaswag_tokens = HELLASWAG_TOKENS / EAGER_SPEED  # it is not compiled
+    tokens = count(cfg.val_every) * cfg.val_tokens + count(cfg.hellaswag_every) * hellaswag_tokens
+    samples_s = count(cfg.sample_every) * SAMPLE_TOKENS * SAMPLE_TOKEN_S
+    return tokens / 3 / tokens_per_second + samples_s + count(cfg.save_every) * state_bytes / COPY_BYTES_PER_S
+
+
 def describe_speed(
-    cfg: TrainConfig, model: GPT, step_s: float, step: int, max_steps: int, gpus: int, peak_flops: float | None
+    cfg: TrainConfig,
+    model: GPT,
+    state_bytes: int,
+    step_s: float,
+    step: int,
+    max_steps: int,
+    gpus: int,
+    peak_flops: float | None,
 ) -> str:
     """The speed, length and price of a run from `step` on, which takes `step_s` seconds. peak_flops: of all GPUs, if
     known."""
@@ -222,9 +252,15 @@ def describe_speed(
     mfu = "unknown"
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
-    total_s = (sequences_before(max_steps, cfg) - sequences_before(step, cfg)) / sequences_per_second
-    cost = f"; {format_cost(total_s, gpus, cfg.gpu_hour_usd)}" if cfg.gpu_hour_usd else ""
+    steps_s = (sequences_before(max_steps, cfg) - sequences_before(step, cfg)) / sequences_per_second
+    pauses_s = predict_pauses_s(cfg, state_bytes, step, max_steps, tokens_per_second)
+
+    def describe(seconds: float) -> str:
+        cost = f", {format_cost(seconds, gpus, cfg.gpu_hour_usd)}" if cfg.gpu_hour_usd else ""
+        return f"{format_duration(seconds)}{cost}"
+
     return (
-        f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}; excluding evaluation\n"
-        f"{max_steps - step:,} steps take {format_duration(total_s)}{cost}"
+        f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}\n"
+        f"{max_steps - step:,} steps take {describe(steps_s)}\n"
+        f"evaluations, samples and saves take about {describe(pauses_s)}: in all {describe(steps_s + pauses_s)}"
     )

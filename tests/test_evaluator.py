@@ -70,10 +70,10 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
 def test_eval_only_reads_as_much_as_the_model_can(tiny_args, tmp_path, capsys):
     """Sequences of 24 tokens, of which no whole number makes a batch of 256."""
     checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(make_network(vocab_size=256, block_size=24), 0))
-    cfg = parse_config("quickstart", *tiny_args, "--init-from", tmp_path / "model_00000.pt", "--hellaswag-every", "0")
-    evaluator.evaluate_weights(cfg, CPU)
+    flags = ["--init-from", tmp_path / "model_00000.pt", "--hellaswag-every", "0", "--val-tokens", "130"]
+    evaluator.evaluate_weights(parse_config("quickstart", *tiny_args, *flags), CPU)
     output = capsys.readouterr().out
-    assert "context: 24" in output
+    assert "context: 24" in output and "on 120 tokens of" in output
 
 
 # ------------------------------------------------------------------------- on track or off track

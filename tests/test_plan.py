@@ -1,6 +1,7 @@
 """The plan before a run: steps, data, disk, time and money; what --dry-run measures and --card predicts."""
 
 import json
+import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -87,6 +88,7 @@ def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
     comes once a step a second, too."""
     seconds = []  # one entry for each second that has passed
     trainer = Mock(B=2, compute_gradients=seconds.extend, update=lambda: seconds.append(1))
+    trainer.state.num_bytes.return_value = 0
     monkeypatch.setattr(plan.time, "perf_counter", lambda: len(seconds))
     monkeypatch.setattr(plan, "build_trainer", lambda *args: trainer)
     monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, value])
@@ -167,9 +169,31 @@ def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     assert run_main(*"train_gpt2.py gpt2-124m --card 2xA100-80GB --gpu-hour-usd 1.5".split()) == 0
     out = capsys.readouterr().out
     hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600
-    assert f"19,073 steps take 7h37m; ${2 * 1.5 * hours:.2f}" in out
+    assert f"19,073 steps take 7h37m, ${2 * 1.5 * hours:.2f}" in out
     assert "124,475,904 parameters on 2 x A100" in out and "MFU 50.0%" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_the_price_has_what_is_done_between_steps(capsys):
+    """Each at 0, 250, ..., 19,000 and 19,073; at 100,000 tokens a second in training, and three times that forward."""
+    cfg = replace(PRESETS["gpt2-124m"], val_every=0, hellaswag_every=0, sample_every=0, save_every=0)
+    seconds = {
+        "val_every": 78 * 10_485_760 / 300_000,
+        "hellaswag_every": 78 * plan.HELLASWAG_TOKENS / 0.69 / 300_000,
+        "sample_every": 78 * 48 * 0.01,
+        "save_every": 78 * 1.5e9 / 5e9,
+    }
+    for name, expected in seconds.items():
+        only = replace(cfg, **{name: 250})
+        assert plan.predict_pauses_s(only, int(1.5e9), 0, 19_073, 1e5) == pytest.approx(expected), name
+    everything = replace(cfg, **dict.fromkeys(seconds, 250))
+    assert plan.predict_pauses_s(everything, int(1.5e9), 0, 19_073, 1e5) == pytest.approx(sum(seconds.values()))
+
+    # And the line adds up.
+    everything = replace(everything, gpu_hour_usd=100.0)
+    lines = plan.predict(everything, "H100").splitlines()
+    dollars = [float(text) for line in lines[3:5] for text in re.findall(r"\$([\d.]+)", line)]
+    assert dollars[0] + dollars[1] == pytest.approx(dollars[2], abs=0.02) and dollars[1] > 10
 
 
 def test_a_prediction_counts_the_data_that_are_there(tiny_args, capsys):

@@ -26,6 +26,11 @@ def text_lengths() -> np.ndarray:
     return lengths
 
 
+def count_sequences(data: Loader, cfg: TrainConfig) -> int:
+    """How many sequences of the val split are measured: those of val_tokens, or all of a smaller split."""
+    return min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
+
+
 @torch.no_grad()
 def validate(loss: Loss, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) -> dict[str, float]:
     """Measure the first val_tokens of the val split, or all of a smaller one. It does not depend on the number of
@@ -45,7 +50,7 @@ def validate(loss: Loss, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) ->
     data: the val split. Every rank must call this.
     """
     # The first sequences of the split, in order. A stride is what all ranks together take at a time.
-    count = min(cfg.val_tokens // data.T, data.order.sequences_per_epoch)
+    count = count_sequences(data, cfg)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
     has_text = tokenizer.has_gpt2_tokens(data.vocab_size)
