@@ -3,9 +3,9 @@
 import json
 import math
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
+import nbclient
+import nbformat
 import pytest
 from helpers import ROOT, write_jsonl
 
@@ -190,14 +190,18 @@ def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch, capsys):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Its cells as one program, which shows a picture of the runs in log/ and a figure of the public runs."""
-    shown = []
-    monkeypatch.setattr("matplotlib.pyplot.show", lambda: shown.append("figure"))
-    display = SimpleNamespace(Image=lambda path, width: path, display=shown.append)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    """It shows a picture of the runs in log/ and then the public runs, as it does in the file that is committed."""
     write_run(tmp_path / "log" / "quickstart", 3, ["lr"])
     (tmp_path / "log" / "gpt2-124m").mkdir()  # of a start that was refused
-    monkeypatch.chdir(tmp_path)
-    cells = json.loads((ROOT / "plots.ipynb").read_text())["cells"]
-    exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {})
-    assert shown == [Path("curves.png"), "figure"]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "plots.ipynb", as_version=4)
+    committed = count_pictures(notebook)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
+    assert count_pictures(notebook) == committed == [1, 0, 1]
+    assert (tmp_path / "curves.png").exists()
+
+
+def count_pictures(notebook) -> list[int]:
+    """In the outputs of each cell of code."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells]
