@@ -482,7 +482,7 @@ class GPT(nn.Module):
         mean = weight.float().mean(0)  # (V, C) -> (C,)
         return Head((weight - mean).to(dtype), mean)
 
-    def finish(self, products: Tensor, shift: Tensor | None) -> Tensor:
+    def to_logits(self, products: Tensor, shift: Tensor | None) -> Tensor:
         """The logits (..., V) in float32 of the products and the shift of Head. All logits come from here, also those
         of training, so what is done to them, as a soft-cap or a bias, stands here."""
         logits = products.float()
@@ -493,7 +493,7 @@ class GPT(nn.Module):
         the same head many times."""
         head = head or self.round_head()
         x = self.transformer.ln_f(x)
-        return self.finish(head.products(x), head.shift(x))
+        return self.to_logits(head.products(x), head.shift(x))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets.

@@ -14,7 +14,7 @@ from system.errors import UserError
 from training import loss
 from training.loss import Loss, check_gradients
 
-finish, logits_of = GPT.finish, GPT.logits
+to_logits, logits_of = GPT.to_logits, GPT.logits
 
 B, T, V = 17, 128, 320  # rows for five chunks, the last one shorter
 NUM_CHUNKS = 5
@@ -118,7 +118,7 @@ def test_a_penalty_is_minimized_but_not_measured(monkeypatch, precision, toleran
     """Of the logits, after a soft-cap, for which a row's shift counts: in float32 and rounded. Ignored targets have
     none."""
     model, idx, targets = make_batch(tied_head=False)
-    monkeypatch.setattr(GPT, "finish", lambda model, *args: 5 * torch.tanh(finish(model, *args) / 5))
+    monkeypatch.setattr(GPT, "to_logits", lambda model, *args: 5 * torch.tanh(to_logits(model, *args) / 5))
     monkeypatch.setattr(loss, "token_objectives", lambda logits, losses: losses + logits.logsumexp(-1) ** 2)
     with torch.no_grad():
         model.lm_head.weight.sub_(0.1)
@@ -148,15 +148,15 @@ def test_a_head_that_the_chunks_do_not_know_is_refused(monkeypatch, change):
         monkeypatch.setattr(
             GPT,
             "logits",
-            lambda model, x, head=None: finish(model, model.lm_head(model.transformer.ln_f(x) * model.extra), None),
+            lambda model, x, head=None: to_logits(model, model.lm_head(model.transformer.ln_f(x) * model.extra), None),
         )
     elif change == "a cap":
         monkeypatch.setattr(GPT, "logits", lambda model, *args: 30 * torch.tanh(logits_of(model, *args) / 30))
         model.extra.requires_grad_(False)
     else:
         change = torch.add if change == "a bias" else torch.mul
-        monkeypatch.setattr(GPT, "finish", lambda model, *args: change(finish(model, *args), model.extra))
-    with pytest.raises(UserError, match=r"extra|wte|finish"):
+        monkeypatch.setattr(GPT, "to_logits", lambda model, *args: change(to_logits(model, *args), model.extra))
+    with pytest.raises(UserError, match=r"extra|wte|to_logits"):
         check_gradients(model)
 
 

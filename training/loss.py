@@ -11,7 +11,7 @@ the backward pass; then the next chunk reuses the memory. Nothing is computed tw
 this with its own kernels; here a small compiled graph computes the loss and its gradient, and the library's matmul does
 the rest. For each chunk of R rows:
 
-    x (R, C)  --- @ weight.T --->  products (R, V)  --- GPT.finish, token_losses, objective --->  two sums
+    x (R, C)  --- @ weight.T --->  products (R, V)  --- GPT.to_logits, token_losses, objective --->  two sums
                                         |
                                         v  overwritten by autograd's gradient
     d_x (R, C)  <-- @ weight ---  d_products (R, V)  --- d_products.T @ x --->  added to d_weight (V, C)
@@ -77,7 +77,7 @@ class Loss(nn.Module):
         gradients, that of the objective overwrites the products, and its sum over V comes third: that of the shift."""
 
         def sums(products: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            logits = self.model.finish(products, shift)
+            logits = self.model.to_logits(products, shift)
             losses = token_losses(logits, targets)
             objective = (token_objectives(logits, losses) * (targets >= 0)).sum()
             return objective, (objective, losses.sum())
@@ -224,12 +224,12 @@ def check_gradients(model: GPT) -> None:
         require(is_same, f"training/loss.py computes another gradient of {name} than GPT.logits gives")
     model.zero_grad()
 
-    # The chunks do what GPT.finish does, and not what GPT.logits does beside it: look at large logits.
+    # The chunks do what GPT.to_logits does, and not what GPT.logits does beside it: look at large logits.
     with torch.no_grad():
         weight = model.lm_head.weight  # which may be zero at first
         large = torch.linspace(-1000, 1000, weight.numel(), dtype=weight.dtype, device=weight.device)
         hidden, head = model.hidden(x), Head(large.view_as(weight), None)
         expected = model.logits(hidden, head)
-        found = model.finish(head.products(model.transformer.ln_f(hidden)), None)
+        found = model.to_logits(head.products(model.transformer.ln_f(hidden)), None)
     is_same = torch.allclose(found, expected, rtol=1e-2, atol=1e-2)
-    require(is_same, "GPT.logits does more than GPT.finish: training/loss.py would not do it")
+    require(is_same, "GPT.logits does more than GPT.to_logits: training/loss.py would not do it")
