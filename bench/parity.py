@@ -1,4 +1,3 @@
-# mypy: disable-error-code="arg-type, assignment"
 """Does a preset train step for step as the program that it reproduces?
 
     python -m bench.parity                                  # all five programs, on data/fineweb-edu

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="misc, union-attr"
 """Sources of text for the tests of fineweb.py: files of every format, and what shards of them must hold."""
 
 from functools import cache

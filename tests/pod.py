@@ -1,4 +1,3 @@
-# mypy: disable-error-code="call-overload"
 """A pod for train.sh, which is the real one with shorter waits; torchrun, the trainer, hub.py, runpodctl and df are
 stand-ins.
 

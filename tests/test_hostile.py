@@ -1,4 +1,3 @@
-# mypy: disable-error-code="dict-item, union-attr"
 """Hostile and damaged files: code in them is never run, and damage is found, whoever has sent them."""
 
 import io

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="arg-type"
 """What a run reports: metrics.jsonl, the console line, and trackers, which draw no point twice."""
 
 import os

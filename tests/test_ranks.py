@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment, attr-defined, func-returns-value, method-assign"
 """Ranks: how many there are does not show in the result, a run moves between their numbers, and one that fails or
 differs ends all of them."""
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="method-assign"
 """One optimizer step: when its gradients are reduced, which updates are refused, and the loss scale of float16."""
 
 import itertools

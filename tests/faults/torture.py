@@ -1,4 +1,3 @@
-# mypy: disable-error-code="arg-type"
 """Kills and full disks on purpose, one at a time, each judged by the bits that are left.
 
     python tests/faults/torture.py --seed 97 --faults 200     # `make torture` runs it
