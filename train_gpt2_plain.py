@@ -213,16 +213,9 @@ def check_start(cfg: Config) -> None:
     T, context = cfg.sequence_length, cfg.model.block_size
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
 
-    out_dir = Path(cfg.out_dir)
-    if not any(out_dir.glob("*")):
-        return
-    fix = f"use --resume auto, or --out-dir {out_dir}-2"
-    require(cfg.resume == "auto", f"--out-dir {out_dir} is not empty, and a run is never written over another: {fix}")
-    path = out_dir / "config.json"
-    old = json.loads(path.read_text()) if path.exists() else {}
-    may_change = "resume", "out_dir"
-    changed = [name for name, value in asdict(cfg).items() if old.get(name) != value and name not in may_change]
-    require(not changed, f"--resume auto: {', '.join(changed)} not as in {path}; give the same flags")
+    is_new = not any(Path(cfg.out_dir).glob("*"))
+    problem = f"--out-dir {cfg.out_dir} is not empty, and a run is never written over another"
+    require(is_new or cfg.resume == "auto", f"{problem}: use --resume auto, or --out-dir {cfg.out_dir}-2")
 
 
 def train(cfg: Config) -> None:
@@ -259,8 +252,8 @@ def train(cfg: Config) -> None:
     # Go on from the last save, if there is one. The shards must be those of the start, so they are looked at only here.
     out_dir = Path(cfg.out_dir)
     save_path = out_dir / "save.pt"
-    data = shards.fingerprint(cfg.data_dir)
-    start_step = load_save(save_path, data, model, optimizer)
+    recipe = asdict(cfg) | {"resume": "", "out_dir": "", "data_dir": shards.fingerprint(cfg.data_dir)}
+    start_step = load_save(save_path, recipe, model, optimizer)
     network = f"{model.num_params():,} parameters on {device}"
     print0(f"{network}; a step: {micro_steps} micro-batches of {B} x {T} tokens on each of {world_size} ranks")
 
@@ -271,19 +264,19 @@ def train(cfg: Config) -> None:
         dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         forward = nn.parallel.DistributedDataParallel(forward)
 
-    # What plots.py and people read about the run. The steps after the save are done again, and so are their lines.
+    # What plots.py and people read about the run. The steps after the save are done again, and so are their lines, of
+    # which a kill may have cut the last one off. There is a line for each step.
     if rank == 0:
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
         metrics = out_dir / "metrics.jsonl"
         metrics.touch()
-        lines = metrics.read_text().splitlines(keepends=True)
-        metrics.write_text("".join(line for line in lines if json.loads(line)["step"] < start_step))
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:start_step]))
 
     batches = read_batches(train_shards, B, T, rank, world_size, device, start_step * cfg.total_batch_size // T)
     for step in range(start_step, cfg.max_steps + 1):
         if rank == 0 and cfg.save_every and step % cfg.save_every == 0 and step > start_step:
-            save(save_path, data, model, optimizer, step)
+            save(save_path, recipe, model, optimizer, step)
 
         # The evaluations come before the update of a step, and once after the last update.
         is_last = step == cfg.max_steps
@@ -351,21 +344,22 @@ def train(cfg: Config) -> None:
         print0(f'done: {path}; next: python plots.py {out_dir}; python infer.py {path} "Once upon a time"')
 
 
-def save(path: Path, data: str, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(path: Path, recipe: dict[str, Any], model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write all that the run needs to go on at this step. A kill meanwhile leaves the save before."""
-    content = {"step": step, "data": data, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    content = {"step": step, "recipe": recipe, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(content, f"{path}.part")
     os.replace(f"{path}.part", path)
 
 
-def load_save(path: Path, data: str, model: GPT, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from the last save, if there is one: returns its step, or 0. data: the fingerprint of the shards. Raises
-    UserError if the save was made with other ones."""
+def load_save(path: Path, recipe: dict[str, Any], model: GPT, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the last save, if there is one: returns its step, or 0. Raises UserError if the run began with other
+    settings or shards."""
     if not path.exists():
         return 0
     saved = torch.load(path, map_location="cpu")
-    fix = "restore them, or use another --out-dir"
-    require(saved["data"] == data, f"--data-dir has other shards ({data}) than {path} ({saved['data']}); {fix}")
+    changed = [name for name, value in recipe.items() if saved["recipe"].get(name) != value]
+    fix = "give the same flags and shards, or another --out-dir"
+    require(not changed, f"--resume auto: {', '.join(changed)} not as in {path}; {fix}")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"]
