@@ -150,10 +150,7 @@ def rms_norm(x: Tensor) -> Tensor:
     statistics are in float32."""
     # Since torch 2.12, autocast on a GPU makes rms_norm return float32. The residual stream starts with a norm, so all
     # of it would be float32. modded-nanogpt, under torch 2.5 or without autocast, keeps the precision of x.
-    device_type = x.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return F.rms_norm(x, x.shape[-1:])
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, x.shape[-1:])
 
 
@@ -592,19 +589,18 @@ class Sampler:
 def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_samples: int = 1) -> Iterator[Tensor]:
     """Yield the next ids (B * num_samples,) after idx (B, T) int64, max_new_tokens times.
 
-    T lies between 1 and the model's block_size. The prompt is read once for all of its samples. When the context is
-    full, the newer half of the text is read again from position 0, so the text may outgrow block_size.
+    T lies between 1 and the model's block_size. When the context is full, the newer half of the text is read again from
+    position 0, so the text may outgrow block_size.
     """
     block_size = model.config.block_size
+    idx = idx.repeat_interleave(num_samples, dim=0)  # B -> B * num_samples
 
-    # A cache for the whole text, or for as much of it as the model reads at once. Its length is rounded up: otherwise
-    # an attention kernel pads the mask again in every layer.
-    max_len = math.ceil((idx.size(1) + max_new_tokens) / 16) * 16
-    cache = KVCache(model.config.n_layer, min(max_len, block_size))
+    # A cache for the whole text, or for as much of it as the model reads at once.
+    cache = KVCache(model.config.n_layer, min(idx.size(1) + max_new_tokens, block_size))
 
     # The ids that the cache does not hold yet: first the prompt, then each new id. (B, n)
     unread = idx
-    for step in range(max_new_tokens):
+    for _ in range(max_new_tokens):
         # The context is full: empty the cache and read the newer half of the text again.
         if cache.length == block_size:
             cache.length = 0
@@ -614,18 +610,9 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_s
         # Only the last position predicts the next token. (B, n) -> (B, n, C) -> (B, C) -> (B, V)
         with sdpa_kernel(ANY_LENGTH_KERNELS):
             last_hidden = model.hidden(unread, cache)[:, -1]
-        logits = model.logits(last_hidden)
 
-        # The prompt has been read; from here on each sample has a row of its own, and a copy of the prompt's keys and
-        # values. B -> B * num_samples
-        if step == 0 and num_samples > 1:
-            logits = logits.repeat_interleave(num_samples, dim=0)
-            idx = idx.repeat_interleave(num_samples, dim=0)
-            cache.k = cache.k.repeat_interleave(num_samples, dim=1)  # (n_layer, B, nh, max_len, hs)
-            cache.v = cache.v.repeat_interleave(num_samples, dim=1)
-
-        # Append the new ids to the text, and read them next. (B * num_samples,) -> (B * num_samples, 1)
-        new_ids = sampler.draw(logits)
+        # Append the new ids to the text, and read them next. (B,) -> (B, 1)
+        new_ids = sampler.draw(model.logits(last_hidden))
         unread = new_ids[:, None]
         idx = torch.cat((idx, unread), dim=1)
         yield new_ids
