@@ -36,13 +36,9 @@ from system.printing import print0
 from tokens import tokenizer
 from weights.checkpoint import build_model, load_tensors
 
-# Where transformers stores weights: in one file, or in the parts that the index names.
+# Where transformers stores weights of up to 50 GB; and all files that are read of a repository.
 WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
-
-# What is read of a repository before its weights, and the weights.
-SMALL_FILES = ["config.json", INDEX, "tokenizer.json", "vocab.json"]
-WEIGHT_FILES = ["model*.safetensors"]
+FILES = ["config.json", WEIGHTS, "tokenizer.json", "vocab.json"]
 
 # Causal masks, which old files store among the weights; they are not parameters.
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -82,7 +78,7 @@ PREFIXES = r"^((_orig_mod|module|network)\.)+|\b_orig_mod\."
 
 def is_hf_folder(folder: Path) -> bool:
     """Whether transformers saved a model in this folder."""
-    return any((folder / name).is_file() for name in (WEIGHTS, INDEX, "pytorch_model.bin"))
+    return any((folder / name).is_file() for name in (WEIGHTS, "pytorch_model.bin"))
 
 
 def load_hf(name_or_dir: str | Path) -> GPT:
@@ -95,52 +91,28 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    name, folder = str(name_or_dir), Path(name_or_dir)
-    is_here = folder.is_dir()
+    folder = Path(name_or_dir)
     # RuntimeError: of torch, for weights that do not fit the network.
     kinds = (SafetensorError, ValueError, RuntimeError)
-    with explain_errors(f"cannot open {name}", "download or export it again", *kinds):
-        # What the network is comes first: another one may have weights of 16 GB.
-        if not is_here:
-            folder = download_model(name, SMALL_FILES)
+    with explain_errors(f"cannot open {name_or_dir}", "download or export it again", *kinds):
+        if not folder.is_dir():
+            with open_hub() as api:
+                folder = Path(api.snapshot_download(str(name_or_dir), allow_patterns=FILES))
         config, has_gpt2_layout = read_config(folder)
         check_tokenizer(folder)
-        if not is_here:
-            download_model(name, WEIGHT_FILES)
 
-        # The weights: one file or, without it, the parts that the index names. Others may lie beside them.
-        files = {WEIGHTS}
-        if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-            match read_json(folder / INDEX):
-                case {"weight_map": dict(parts)}:
-                    files = {Path(str(part)).name for part in parts.values()}
-        weights: dict[str, Tensor] = {}
-        for file in files:
-            fix = "if it has a pytorch_model.bin, load that with transformers, and save_pretrained"
-            require((folder / file).is_file(), f"it has no {file}; {fix}")
-            weights |= load_file(folder / file)
-        weights = clean_weights(weights)
+        fix = "load it with transformers, and save_pretrained"
+        require((folder / WEIGHTS).is_file(), f"it has no {WEIGHTS}; {fix}")
+        weights = clean_weights(load_file(folder / WEIGHTS))
         if has_gpt2_layout:
             weights = transpose_conv1d(weights)
         return build(config, weights)
 
 
-def download_model(name: str, patterns: list[str]) -> Path:
-    """Download these files of a repository, as far as it has them, into the Hub's cache; returns the folder. Raises
-    UserError."""
-    with open_hub() as api:
-        return Path(api.snapshot_download(name, allow_patterns=patterns))
-
-
-def read_json(path: Path) -> Any:
-    """What a .json file of a folder holds, which may be anything. Raises ValueError if that is not JSON."""
-    return json.loads(path.read_text())
-
-
 def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     """The network that a folder's config.json describes, and whether its weights are laid out as GPT2LMHeadModel's.
     Raises ValueError or UserError, which name what it is, if it is not a network of model.py."""
-    hf_config = read_json(folder / "config.json")
+    hf_config = json.loads((folder / "config.json").read_text())
     require(isinstance(hf_config, dict), "its config.json is not an object of JSON")
     model_type = hf_config.get("model_type")
     network = hf_config.get("network")
@@ -168,7 +140,7 @@ def check_tokenizer(folder: Path) -> None:
     late token tells: its id is the number of merges before it."""
     for name in ("tokenizer.json", "vocab.json"):
         if (folder / name).is_file():
-            match read_json(folder / name):
+            match json.loads((folder / name).read_text()):
                 case {"model": {"vocab": {"Ġgazed": 50255}}} | {"Ġgazed": 50255}:
                     return
             raise UserError(f"its {name} is not GPT-2's; use transformers")
@@ -352,18 +324,16 @@ def load_old(path: str | Path) -> tuple[GPT, int]:
 def build_old(saved: Any) -> tuple[GPT, int]:
     """The GPT and the step in the contents of an old checkpoint, which may be anything. Raises UserError, ValueError or
     RuntimeError if they do not fit."""
-    require(isinstance(saved, dict), "it has no 'model'")
-    require("format" not in saved, "it is a checkpoint of this project already; it needs no import")
-    # nanoGPT stores the network's arguments as `model_args`, build-nanogpt as the attributes of `config`. No tensor
-    # tells how many heads there are, and another number would compute something else.
-    is_nanogpt = "model_args" in saved
-    args_name = "model_args" if is_nanogpt else "config"
-    match saved.get("model"), saved.get(args_name):
-        case dict(tensors), {"n_head": int(n_head)} | PickledObject(n_head=int(n_head)):
-            are_tensors = all(isinstance(tensor, Tensor) for tensor in tensors.values())
-            require(are_tensors, "its 'model' has other things than tensors")
+    # No tensor tells how many heads there are, and another number would compute something else.
+    match saved:
+        case {"format": _}:
+            raise UserError("it is a checkpoint of this project already; it needs no import")
+        case {"model": dict(tensors), "model_args": {"n_head": int(n_head)}}:
+            is_nanogpt = True
+        case {"model": dict(tensors), "config": {"n_head": int(n_head)} | PickledObject(n_head=int(n_head))}:
+            is_nanogpt = False
         case _:
-            raise UserError(f"it has no 'model', or no number 'n_head' in its {args_name!r}")
+            raise UserError("it has no 'model', or no number 'n_head' in its 'model_args' or 'config'")
 
     weights = clean_weights(tensors)
     names = {"transformer.wpe.weight", "transformer.wte.weight"}
@@ -383,5 +353,4 @@ def build_old(saved: Any) -> tuple[GPT, int]:
 
     # A step is only a name for the new file: without one it is 0.
     step = saved.get("step", saved.get("iter_num", 0))  # build-nanogpt's name, nanoGPT's name
-    require(isinstance(step, int), "its step is no number")
     return build(config, weights), step
