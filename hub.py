@@ -239,9 +239,9 @@ In transformers:
 
 def export(path: Path, out_dir: Path) -> None:
     """Write a new folder that transformers' AutoModelForCausalLM and AutoTokenizer load, with a model card."""
-    model, facts = checkpoint.load(path)
-    run_dir = path if path.is_dir() else path.parent
-    write_export(model, facts, run_dir, out_dir, str(out_dir))
+    file = choose_models(path, "newest")[0]
+    model, facts = checkpoint.load(file)
+    write_export(model, facts, file.parent, out_dir, str(out_dir))
     print0(f"{out_dir} has step {facts['step']:,}{metrics.describe_best(path)}")
 
 

@@ -8,7 +8,7 @@ Training writes through CheckpointWriter; any model is read through weights/open
     writer = CheckpointWriter("log/gpt2-124m", keep=2)
     writer.save(500, model_file(model, 500), train_state)       # returns once the weights are copied to host memory
     writer.finish()                                             # once both are on the disk
-    model, facts = load("log/gpt2-124m")                         # the newest complete step
+    model, facts = load(Path("log/gpt2-124m/model_00500.pt"))
     state = read_train_state("log/gpt2-124m")                    # what --resume auto reads
 
 A step is complete when both of its files are complete. The life of a checkpoint, and what a kill leaves:
@@ -49,37 +49,22 @@ from system.errors import TransientError, UserError, explain_errors, require
 from system.files import atomic_write
 from system.machine import copy_to_host
 from system.printing import print0
-from weights.run_folder import (
-    CHECKPOINT_FILE,
-    complete_steps,
-    describe_runs,
-    latest_step,
-    model_path,
-    newest_model,
-    optim_path,
-)
+from weights.run_folder import complete_steps, describe_runs, latest_step, model_path, optim_path
 
-# Stored in every file. Files of another layout have another number, and are refused.
+# Stored in every file. Optimizer files of another layout have another number, and are refused.
 MODEL_FORMAT = 1
 OPTIM_FORMAT = 2  # since the state of an optimizer is stored by the names of the parameters
 
 # ------------------------------------------------------------------------- reading
 
 
-def load(path: str | Path) -> tuple[GPT, dict[str, Any]]:
-    """Read the model in a .pt file, or in the newest complete step of a run folder.
-
-    Returns the GPT (float32, on the CPU, in eval mode) and the other entries of the file: config, step, preset. Raises
-    UserError if there is no such file, or if it does not hold a model that this version can build.
-    """
-    path = Path(path)
-    if path.is_dir():
-        path = newest_model(path)
-
+def load(path: Path) -> tuple[GPT, dict[str, Any]]:
+    """Read the model in a .pt file: the GPT (float32, on the CPU, in eval mode) and the other entries of the file, such
+    as config, step and preset. Raises UserError if there is no such file, or if it does not hold a model that this
+    version can build."""
     # An optim_*.pt is a checkpoint file, too, but has no weights.
     content = read_file(path)
     require("model" in content, f"{path} contains no model; use the model_*.pt file")
-    require(content["format"] == MODEL_FORMAT, f"{path} has the format {content['format']}, not {MODEL_FORMAT}")
     weights = content.pop("model")
     fix = "use an earlier checkpoint, or the model.py it was made with"
     problem = f"{path}: the weights are damaged, or do not fit the config stored with them"
@@ -119,9 +104,8 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     require(optim.is_file(), f"{path} has no {optim.name} next to it to resume from; {fix}")
     state = read_file(optim)
     require("model" not in state, f"{optim} is not the train state of a run; {fix}")
-    writer = state.get("versions", {}).get("commit", "an earlier version")
-    problem = f"{optim} has the format {state['format']} of {writer}, not {OPTIM_FORMAT}"
-    require(state["format"] == OPTIM_FORMAT, f"{problem}; resume it with that commit; {fix}")
+    problem = f"{optim} has the format {state['format']} of another version, not {OPTIM_FORMAT}"
+    require(state["format"] == OPTIM_FORMAT, f"{problem}; resume it with that one; {fix}")
     return state | {"model_file": optim.with_name(optim.name.replace("optim_", "model_"))}
 
 
@@ -232,7 +216,8 @@ class CheckpointWriter:
             problem = f"cannot write the checkpoint of step {step}"
             with explain_errors(problem, "earlier ones stay as they are", RuntimeError):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
-                self._delete_leftovers()
+                for part in self.run_dir.glob(".*.pt.part"):
+                    part.unlink()  # left by a write that was killed
                 write(optim_path(self.run_dir, step), train)
                 write(model_path(self.run_dir, step), model)
                 self.saved_step = step
@@ -244,17 +229,6 @@ class CheckpointWriter:
             self.error = e
             if isinstance(e, OSError):  # one of TRANSIENT_ERRORS: explain_errors leaves no other as it is
                 print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
-
-    def _delete_leftovers(self) -> None:
-        """Delete what was left by a write that failed or was killed: unfinished files, and optimizer files without a
-        model file that are newer than every complete step."""
-        for path in self.run_dir.glob(".*.pt.part"):
-            path.unlink()
-        newest = latest_step(self.run_dir) or 0
-        for path in self.run_dir.glob("optim_*.pt"):
-            match = CHECKPOINT_FILE.fullmatch(path.name)
-            if match and int(match["step"]) > newest and not model_path(self.run_dir, int(match["step"])).exists():
-                path.unlink()
 
     def _delete_old(self, step: int, best: int | None) -> None:
         """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
