@@ -135,7 +135,7 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     """
     require_readable(examples, model.config)
     texts = [text for example in examples for text in make_texts(example, model.config.block_size)]  # 4 n
-    batches = plan_batches(texts, max_positions=16_384 if rt.device.type == "cuda" else 512)
+    batches = plan_batches(texts, max_positions=8_192 if rt.device.type == "cuda" else 512)
 
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
     losses = torch.zeros(len(texts), device=rt.device)
@@ -152,20 +152,13 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
 def batch_losses(model: GPT, head: Head, ids: Tensor, targets: Tensor) -> Tensor:
     """Summed negative log-likelihood (N,) of the targets of each row, float32. ids, targets (N, T): as of make_batch.
     head: rounded once for all batches."""
-    # Logits are needed only where an ending is predicted. (N, T, C) -> (M, C), (N, T) -> (M,)
+    # Logits are needed only where an ending is predicted. (N, T, C) -> (M, C) -> (M, V) -> (M,)
     in_ending = targets >= 0
-    hidden = model.hidden(ids)[in_ending]
-    ending_tokens = targets[in_ending]
-
-    # The logits are 50,000 wide, so compute them for a part of the M targets at a time. (m, C) -> (m, V) -> (m,)
-    at_once = 2_048 if ids.is_cuda else 128
-    losses_of_chunks = []
-    for hidden_chunk, target_chunk in zip(hidden.split(at_once), ending_tokens.split(at_once), strict=True):
-        losses_of_chunks.append(token_losses(model.logits(hidden_chunk, head), target_chunk))
+    logits = model.logits(model.hidden(ids)[in_ending], head)
 
     # Back to their places, then add up each row. (M,) -> (N, T) -> (N,)
     losses = torch.zeros(ids.shape, device=ids.device)
-    losses[in_ending] = torch.cat(losses_of_chunks)
+    losses[in_ending] = token_losses(logits, targets[in_ending])
     return losses.sum(1)
 
 
