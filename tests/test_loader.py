@@ -140,15 +140,12 @@ def test_id_above_vocabulary_is_named(tiny_data):
         data.read(data.order.span(0, data.order.sequences_per_epoch))
 
 
-def test_a_shard_that_changes_is_not_trained_on(tmp_path, tiny_data):
-    """With a manifest in any bit, without one in its size."""
-    for folder, size in ((make_shards(tmp_path / "toy", size=1000), 1000), (tiny_data, 4097)):
-        data = open_loader(folder, vocab_size=50257, shuffle=False)  # which holds one shard in memory
-        *_, shard = shards.find_shards(folder, "train")
-        data.read(np.array([[0, 0]]))
-        shards.write_shard(shard.path, np.arange(size))
-        with pytest.raises(UserError, match=shard.path.name):
-            data.read(np.array([[len(data.order.sequences_per_shard) - 1, 0]]))
+def test_a_shard_that_changes_is_not_trained_on(tmp_path):
+    """Any bit of it, where there is a manifest."""
+    data = open_loader(make_shards(tmp_path / "toy", size=1000), vocab_size=50257, shuffle=False)
+    shards.write_shard(data.files[1].path, np.arange(1000))
+    with pytest.raises(UserError, match=data.files[1].path.name):
+        data.read(np.array([[1, 0]]))
 
 
 def test_a_sequence_needs_one_token_more(tiny_data):
