@@ -10,7 +10,6 @@ scores are in evaluation/multiple_choice.py.
 
 import json
 import math
-import time
 import urllib.request
 from pathlib import Path
 
@@ -102,19 +101,15 @@ def main() -> None:
     with distributed.session(args.device) as rt:
         rt = distributed.choose_precision(rt, args.dtype)
         model = open_model(args.model).to(rt.device)
-
-        # The time is that of scoring alone, without imports, loading and tokenizing.
-        start = time.perf_counter()
         losses = score(model, examples, rt)
-        seconds = time.perf_counter() - start
 
     result = summarize(losses, examples)
     overflow = f"the losses are not finite, although the weights are: {machine.dtype_name(rt.dtype)} overflows"
     require(math.isfinite(result["acc"]), f"{overflow}; --dtype float32 has the widest range")
     if args.per_example and rt.is_main:
         write_per_example(args.per_example, examples, losses)
-    speed = f"{result['n'] / seconds:.1f} examples/s on {rt.device} in {machine.dtype_name(rt.dtype)}"
-    print0(f"completion style, standard error of acc_norm {result['stderr']:.4f}, {speed}")
+    how = f"on {rt.device} in {machine.dtype_name(rt.dtype)}"
+    print0(f"completion style, standard error of acc_norm {result['stderr']:.4f}, {how}")
     print0(describe_score(result))
 
 

@@ -71,7 +71,7 @@ class Config:
     grad_clip: float = setting(1.0, "largest global gradient norm; 0: no clipping")
 
     val_every: int = setting(250, "steps between measurements of the validation loss", heading="Evaluation and saving")
-    val_tokens: int = setting(10_485_760, "tokens to validate on, from the start of the val split")
+    val_tokens: int = setting(10_485_760, "tokens to validate on, from the start of the val split", low=1)
     sample_every: int = setting(250, "steps between samples")
     sample_prompt: str = setting("Hello, I'm a language model,", "text to continue")
     save_every: int = setting(250, "steps between saves, to resume from; the last one replaces those before")
@@ -197,19 +197,14 @@ def sample_text(model: GPT, cfg: Config, device: torch.device) -> str:
 # ------------------------------------------------------------------------- the run
 
 
-def count_passes(cfg: Config, world_size: int, flag: str, tokens: int) -> int:
-    """How many forward passes of all ranks take this many tokens. Raises UserError, which names their flag, if they are
-    no whole number."""
-    B, T = cfg.micro_batch_size, cfg.sequence_length
-    tokens_per_pass = B * T * world_size
-    rule = f"--micro-batch-size x --sequence-length x ranks = {B} x {T} x {world_size} = {tokens_per_pass} tokens"
-    fix = f"use {flag} {max(1, round(tokens / tokens_per_pass)) * tokens_per_pass}"
-    require(tokens and tokens % tokens_per_pass == 0, f"{flag} {tokens} is not a multiple of {rule}; {fix}")
-    return tokens // tokens_per_pass
+def check_start(cfg: Config, tokens_per_pass: int) -> None:
+    """Raise UserError if a step or a validation is no whole number of forward passes of all ranks, if the sequences do
+    not fit the network, or if the run would be written over another one."""
+    rule = f"a multiple of --micro-batch-size x --sequence-length x ranks = {tokens_per_pass} tokens"
+    require(cfg.total_batch_size % tokens_per_pass == 0, f"--total-batch-size {cfg.total_batch_size} must be {rule}")
+    is_whole = cfg.val_tokens % tokens_per_pass == 0 or not cfg.val_every
+    require(is_whole, f"--val-tokens {cfg.val_tokens} must be {rule}")
 
-
-def check_start(cfg: Config) -> None:
-    """Raise UserError if the run does not fit its network, or would be written over another one."""
     T, context = cfg.sequence_length, cfg.model.block_size
     require(T <= context, f"--sequence-length {T} exceeds the network's {context}; use --model.block-size {T}")
 
@@ -228,12 +223,13 @@ def train(cfg: Config) -> None:
 
     # Half a million tokens do not fit in memory. What the ranks take in one forward pass does, and a step has several.
     B, T = cfg.micro_batch_size, cfg.sequence_length
-    micro_steps = count_passes(cfg, world_size, "--total-batch-size", cfg.total_batch_size)
-    val_steps = count_passes(cfg, world_size, "--val-tokens", cfg.val_tokens) if cfg.val_every else 0
+    tokens_per_pass = B * T * world_size
+    check_start(cfg, tokens_per_pass)
+    micro_steps = cfg.total_batch_size // tokens_per_pass
+    val_steps = cfg.val_tokens // tokens_per_pass
 
     train_shards = find_enough_shards(cfg, "train", needed=1)
     val_shards = find_enough_shards(cfg, "val", cfg.val_tokens // T) if cfg.val_every else []
-    check_start(cfg)
 
     # A GPU if there is one. Autocast computes matrix products in bfloat16, which has half the bits of float32 and the
     # same range. Weights, gradients and the loss stay in float32.

@@ -106,9 +106,8 @@ class State:
         """Load what `copy` has returned. Raises UserError if the parts are others, or do not fit."""
         step, parts = saved["step"], saved["parts"]
         fix = "use the code that wrote it, or start a new run from its weights with --init-from"
-        lacking, unknown = sorted(self.parts.keys() - parts.keys()), sorted(parts.keys() - self.parts.keys())
-        require(not lacking, f"the checkpoint of step {step} has no state of {', '.join(lacking)}; {fix}")
-        require(not unknown, f"the checkpoint of step {step} has a state of {', '.join(unknown)}, unknown here; {fix}")
+        different = ", ".join(sorted(self.parts.keys() ^ parts.keys()))
+        require(not different, f"only the checkpoint of step {step} or only this program has {different}; {fix}")
         for name, part in self.parts.items():
             # Empty is the state of an optimizer before its first step, and of a loss scale that is not in use.
             if parts[name]:

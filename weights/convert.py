@@ -113,7 +113,6 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
     """The network that a folder's config.json describes, and whether its weights are laid out as GPT2LMHeadModel's.
     Raises ValueError or UserError, which name what it is, if it is not a network of model.py."""
     hf_config = json.loads((folder / "config.json").read_text())
-    require(isinstance(hf_config, dict), "its config.json is not an object of JSON")
     model_type = hf_config.get("model_type")
     network = hf_config.get("network")
     if model_type != CODE_TYPE:
@@ -128,7 +127,6 @@ def read_config(folder: Path) -> tuple[GPTConfig, bool]:
         activation = str(hf_config.get("activation_function", "gelu_new"))
         network["activation"] = activations.get(activation, activation)
 
-    require(isinstance(network, dict), "its config.json describes no network")
     for name, default in asdict(GPTConfig()).items():
         value = network.get(name, default)
         require(type(value) is type(default), f"its {name} is {value!r:.99}, no {type(default).__name__}")
