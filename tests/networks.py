@@ -22,7 +22,7 @@ def other_values(field: dataclasses.Field) -> list:
     if field.type is bool:
         return [not field.default]
     choices = [choice for choice in get_args(field.type) if choice != field.default]
-    return choices or [3 if field.type is int else 0.1]  # not 1: a window of one is a special case
+    return choices or [2 if field.type is int else 0.1]  # not 1: a window of one is a special case
 
 
 # Those of the presets and of an import, then GPT-2 with each setting changed alone.

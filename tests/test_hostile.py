@@ -71,7 +71,7 @@ def test_damage_is_found_wherever_it_is(good, name):
         READERS[name](path)
 
 
-@pytest.mark.parametrize("error", [NameError, AttributeError, TypeError, AssertionError, ImportError])
+@pytest.mark.parametrize("error", [NameError, AttributeError, TypeError])
 @pytest.mark.parametrize("name", ["run/model_00012.pt", "hf/model.safetensors", "old/ckpt.pt"])
 def test_an_error_in_an_edited_model_is_not_the_files(good, monkeypatch, name, error):
     monkeypatch.setattr(GPT, "from_state_dict", Mock(side_effect=error))

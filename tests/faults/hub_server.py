@@ -180,11 +180,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(403, "no write permission")
 
         match [self.command, *action]:
-            case [_, "revision" | "tree" | "resolve" | "commit", revision, *_] if revision not in (
-                "main",
-                hash_of(main),
-            ):
-                raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
             case [_, "create", visibility]:
                 main.mkdir(parents=True, exist_ok=True)
                 if exists:
@@ -197,10 +192,7 @@ class Handler(BaseHTTPRequestHandler):
                 return {**facts, "siblings": files + self.hub.extra_tree, "tags": []}
             case [_, "tree", _, *below]:
                 pattern = "**/*" if "recursive=true" in self.path.lower() else "*"
-                entries = list_files(main, "/".join(below), pattern)
-                if below and not entries:
-                    raise Refused(404, "Entry not found", "EntryNotFound")
-                return entries + self.hub.extra_tree
+                return list_files(main, "/".join(below), pattern) + self.hub.extra_tree
             case [_, "resolve", _, *names]:
                 file = main.joinpath(*names)
                 if not file.is_file():
