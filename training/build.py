@@ -13,7 +13,7 @@ from system.printing import print0
 from training.config import TrainConfig
 from training.loss import check_gradients, make_loss, wrap_in_ddp
 from training.microbatch import choose_micro_batch_size, explain_out_of_memory
-from training.optim import OPTIMIZERS, build_optimizers, is_sharded, state_bytes
+from training.optim import build_optimizers, is_sharded, state_bytes
 from training.schedule import sequences_at
 from training.state import NamedOptimizer, State
 from training.step import Trainer
@@ -35,11 +35,10 @@ def build_trainer(
         optimizers = build_optimizers(model, weights, cfg, rt)
         parts: dict[str, Any] = {}
         for name, optimizer in optimizers.items():
-            per_weight = OPTIMIZERS[name].state_per_weight
-            parts[name] = NamedOptimizer(optimizer, weights, rt, is_sharded(cfg, rt), per_weight)
+            parts[name] = NamedOptimizer(optimizer, weights, rt, is_sharded(cfg, rt))
         # [safety] A GPU without bfloat16 trains in float16, with a loss scale. In other precisions it does nothing.
         parts["loss_scale"] = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
-        state = State(weights, parts, rt)
+        state = State(weights, parts, rt, state_bytes(model, cfg))
         if saved:
             state.load(saved)
 

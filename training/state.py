@@ -29,21 +29,12 @@ class NamedOptimizer:
     """The state of an optimizer as a part: {parameter name: {moment: tensor}}, each tensor in its own dtype, whatever
     the number of ranks. The settings of its groups are no state: they follow from the settings of the run."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        weights: dict[str, Tensor],
-        rt: Runtime,
-        is_sharded: bool,
-        state_per_weight: int,
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor], rt: Runtime, is_sharded: bool):
         self.rt, self.is_sharded = rt, is_sharded
         self.local: Any = optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]  # this rank's share
         names = {weight: name for name, weight in weights.items()}
         self.weights = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
         self.own = {names[p]: p for group in self.local.param_groups for p in group["params"]}
-        # Of the whole state. Before the first step there is none, so this is a number for each weight.
-        self.num_bytes = 4 * state_per_weight * sum(weight.numel() for weight in self.weights.values())
 
     def state_dict(self) -> Moments:
         """The tensors themselves or, of shards, copies of all in host memory on rank 0. Every rank must call it."""
@@ -86,10 +77,10 @@ def gather(own: Moments, rt: Runtime) -> Moments:
 
 class State:
     """See the module's docstring. weights: the parameters of the model or, if these are bfloat16, what they are rounded
-    from."""
+    from. optimizer_bytes: of all ranks together, once the first step has created the optimizers' state."""
 
-    def __init__(self, weights: dict[str, Tensor], parts: dict[str, Any], rt: Runtime):
-        self.weights, self.parts, self.rt = weights, parts, rt
+    def __init__(self, weights: dict[str, Tensor], parts: dict[str, Any], rt: Runtime, optimizer_bytes: int):
+        self.weights, self.parts, self.rt, self.optimizer_bytes = weights, parts, rt, optimizer_bytes
         self.step = self.sequences = 0
 
     def copy(self) -> dict[str, Any]:
@@ -122,10 +113,8 @@ class State:
 
     def num_bytes(self) -> int:
         """Of a checkpoint."""
-        parts = self.parts.values()
-        optimizers = sum(part.num_bytes for part in parts if isinstance(part, NamedOptimizer))
-        others = [part.state_dict() for part in parts if not isinstance(part, NamedOptimizer)]
-        return optimizers + sum(t.nbytes for t in [*self.weights.values(), *tensors_of(others)])
+        others = [part.state_dict() for part in self.parts.values() if not isinstance(part, NamedOptimizer)]
+        return self.optimizer_bytes + sum(t.nbytes for t in [*self.weights.values(), *tensors_of(others)])
 
 
 def is_gathered(part: Any) -> bool:

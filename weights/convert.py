@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from model import GPT, VOCAB_SIZE, GPTConfig
 from system.errors import UserError, explain_errors, require
 from system.huggingface import open_hub
-from system.printing import print0
 from tokens import tokenizer
 from weights.checkpoint import build_model, load_tensors
 
@@ -220,7 +219,6 @@ def check_logits(model: GPT, exported: nn.Module, V: int) -> None:
     problem = f"the export computes another network: its logits are {difference:.1g} of their standard deviation off"
     fix = "give your change of model.py a field in GPTConfig, whose default means off"
     require(difference < LOGITS_TOLERANCE, f"{problem}; {fix}")
-    print0(f"compared: its logits differ from the model's by {difference:.1g} of their standard deviation")
 
 
 def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> nn.Module:
