@@ -1,4 +1,6 @@
-"""The order of data is a pure function of (seed, step); every sequence comes once an epoch; nothing else changes it."""
+"""The order of data is a pure function of (seed, step); every sequence comes once an epoch; nothing else changes it.
+
+That --no-shuffle is the order of the plain trainer, and so build-nanogpt's, is in test_plain.py."""
 
 import weakref
 from itertools import islice
@@ -8,7 +10,6 @@ import pytest
 import torch
 from helpers import CPU, make_shards
 
-from system.distributed import Runtime
 from system.errors import UserError
 from tokens import shards
 from training import loader
@@ -23,23 +24,6 @@ def open_loader(folder, **kwargs):
 
 
 # ------------------------------------------------------------------------- order
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_no_shuffle_is_build_nanogpts_order(tiny_data, rank):
-    """A shard read with a moving position, B * T * ranks further each micro-step, as that project's loader does."""
-    B, T, world_size, micro_steps = 2, 32, 2, 2
-    data = open_loader(tiny_data, shuffle=False)
-    shard = torch.from_numpy(np.load(tiny_data / "tiny_train_000001.npy").astype(np.int64))
-    position = B * T * rank
-    rt = Runtime(CPU.device, CPU.dtype, rank, world_size)
-
-    for step in islice(data.batches(0, lambda step: step * micro_steps * B * world_size, B, rt), 5):
-        for micro_batch in step:
-            x, y = to_device(micro_batch, CPU.device)
-            expected = shard[position : position + B * T + 1]
-            assert torch.equal(x, expected[:-1].view(B, T)) and torch.equal(y, expected[1:].view(B, T))
-            position += B * T * world_size
 
 
 @pytest.mark.parametrize("pool_tokens, shards_per_group", [

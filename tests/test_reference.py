@@ -28,12 +28,6 @@ def test_a_reference_accepts_its_runs_and_none_broken():
         assert reference.judge(reference.step[-1] + 1, 3.0) is None
 
 
-def test_a_public_run_that_went_wrong_is_off_track_at_its_first_evaluation():
-    """It had the recipe of gpt2-124m, and cost $61: https://debtirthasaha.github.io/blog/2026/gpt2-124m/"""
-    for step, loss in {250: 6.43, 500: 5.824, 1000: 4.8817, 5000: 3.83, 10_000: 3.5895, 19_072: 3.3969}.items():
-        assert not judge(step, loss)[0]
-
-
 @pytest.mark.parametrize("preset, steps", [
     ("gpt2-124m", 19_073), ("gpt2-124m", 38_146), ("llmc-124m", 19_700), ("record8-124m", 4578),
 ])  # fmt: skip
