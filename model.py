@@ -568,9 +568,7 @@ class Sampler:
             return logits.argmax(dim=-1)
 
         # Keep the k most likely ids, sorted from the most to the least likely. (B, VOCAB_SIZE) -> (B, k)
-        vocabulary = logits.size(-1)
-        k = min(self.top_k, vocabulary) if self.top_k else vocabulary
-        logits, ids = logits.topk(k)
+        logits, ids = logits.topk(min(self.top_k or VOCAB_SIZE, logits.size(-1)))
 
         # Low temperatures sharpen the distribution, high ones flatten it. (B, k)
         probs = F.softmax(logits / self.temperature, dim=-1)

@@ -95,10 +95,8 @@ def test_parameters_and_flops_are_the_published_ones():
 
 
 @pytest.mark.parametrize("options, wte, inside, projection, head", [
-    ({}, 0.02, 0.02, 0.02 / 4, 0.02),  # sqrt(2 * 8) = 4
-    ({"embedding_norm": True}, 0.02, 0.02, 0.02 / 4, 0.02),  # the head shares the embedding's weights
-    ({"embedding_norm": True, "tied_head": False}, 1, 0.02, 0.02 / 4, 0.02),
-    ({"tied_head": False, "zero_init_projections": True}, 0.02, 0.02, 0, 0),
+    ({"embedding_norm": True}, 0.02, 0.02, 0.02 / 4, 0.02),  # sqrt(2 * 8) = 4; the head shares the embedding's weights
+    ({"embedding_norm": True, "tied_head": False, "zero_init_projections": True}, 1, 0.02, 0, 0),
     ({"init_std": 0.0}, (3 * 256) ** -0.5, (3 * 256) ** -0.5, (3 * 256) ** -0.5 / 4, (3 * 256) ** -0.5),
 ])  # fmt: skip
 def test_initial_weights_are_those_of_the_recipes(options, wte, inside, projection, head):
