@@ -324,7 +324,7 @@ class Head(NamedTuple):
     """The head as it is multiplied: its weight in the precision of the product, and the row that was taken off all rows
     of the weight before it was rounded."""
 
-    weight: Tensor  # (V, C)
+    weight: Tensor  # (V, C), or with more rows, of zeros
     mean: Tensor | None  # (C,) float32; None: nothing was taken off
 
     def products(self, x: Tensor) -> Tensor:
@@ -477,12 +477,15 @@ class GPT(nn.Module):
         # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. What all rows of the weight share adds
         # one number to all logits of a row, x @ mean: take it off before the cast rounds, and add it in float32.
         mean = weight.float().mean(0)  # (V, C) -> (C,)
-        return Head((weight - mean).to(dtype), mean)
+        rounded = (weight - mean).to(dtype)
+        # GPUs multiply aligned matrices faster, and OpenAI's vocabulary is odd: rows of zeros, whose logits go.
+        padding = -len(weight) % 64
+        return Head(F.pad(rounded, (0, 0, 0, padding)) if padding else rounded, mean)
 
     def to_logits(self, products: Tensor, shift: Tensor | None) -> Tensor:
         """The logits (..., V) in float32 of the products and the shift of Head. All logits come from here, also those
         of training, so what is done to them, as a soft-cap or a bias, stands here."""
-        logits = products.float()
+        logits = products[..., : self.config.vocab_size].float()
         return logits if shift is None else logits + shift[..., None]
 
     def logits(self, x: Tensor, head: Head | None = None) -> Tensor:

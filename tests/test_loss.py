@@ -20,10 +20,10 @@ B, T, V = 17, 128, 320  # rows for five chunks, the last one shorter
 NUM_CHUNKS = 5
 
 
-def make_batch(**options):
+def make_batch(vocab_size=V, **options):
     """A small model with these options, ids and targets (B, T), all from a fixed seed."""
-    model = make_network(block_size=T, vocab_size=V, n_layer=1, **options)
-    return model, *torch.randint(V, (2, B, T))
+    model = make_network(block_size=T, vocab_size=vocab_size, n_layer=1, **options)
+    return model, *torch.randint(vocab_size, (2, B, T))
 
 
 def loss_and_gradients(model, forward, idx, targets, precision=torch.float32, scale=1.0):
@@ -50,15 +50,15 @@ def test_loss_and_gradients_are_those_of_all_logits(name):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=tolerance)
 
 
-@pytest.mark.parametrize("precision, weights, scale", [
-    (torch.bfloat16, torch.float32, 1.0), (torch.bfloat16, torch.bfloat16, 1.0),
-    (torch.float16, torch.float32, 2.0**16),
+@pytest.mark.parametrize("precision, weights, scale, vocab_size", [
+    (torch.bfloat16, torch.float32, 1.0, V), (torch.bfloat16, torch.bfloat16, 1.0, V),
+    (torch.float16, torch.float32, 2.0**16, V), (torch.bfloat16, torch.float32, 1.0, 257),  # as odd as OpenAI's
 ])  # fmt: skip
-def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale, monkeypatch):
+def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale, vocab_size, monkeypatch):
     # Many chunks: the sum over them must be in float32.
     monkeypatch.setattr(Loss, "chunk_rows", lambda *args: B * T // 64)
     # The gradient of the tied embedding in float32.
-    model, idx, targets = make_batch()
+    model, idx, targets = make_batch(vocab_size)
     _, exact_gradients = loss_and_gradients(model, model, idx, targets)
     exact = exact_gradients["transformer.wte.weight"]
 
@@ -72,6 +72,16 @@ def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale,
         errors.append(((found.float() / scale - exact).norm() / exact.norm()).item())
     with_all_logits, in_chunks = errors
     assert in_chunks <= 1.2 * with_all_logits + 1e-4
+
+
+def test_a_rounded_head_is_aligned_and_its_logits_are_not():
+    model = make_network(vocab_size=257)
+    idx = torch.arange(8)[None]
+    with torch.no_grad():
+        head, expected = model.round_head(torch.bfloat16), model(idx)[0]
+        found = model.logits(model.hidden(idx), head)
+    assert len(head.weight) == 320 and found.shape == expected.shape == (1, 8, 257)
+    assert (found - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 class LargestResult(TorchDispatchMode):

@@ -83,7 +83,7 @@ def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
 
     output = run_ranks(2, *command, "--micro-batch-size", "3", "--out-dir", tmp_path / "other")
 
-    assert f"on {one_run.parent}" in output
+    assert f"tokens of {one_run.parent}" in output
     assert f"{load_curve(one_run)[12][1]:.4f}" in output, output
     assert sorted(tmp_path.rglob("*")) == before
 

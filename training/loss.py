@@ -177,7 +177,8 @@ class ChunkedHead(torch.autograd.Function):
                 if d_products.dtype == torch.float32:
                     d_weight.addmm_(d_products.T, rows)  # (V, R) @ (R, C) -> (V, C)
                 else:
-                    d_weight.add_(d_products.T @ rows)  # addmm_ adds no product in half precision to a float32 sum
+                    # addmm_ adds no product in half precision to a float32 sum. The head may have more rows.
+                    d_weight.add_((d_products.T @ rows)[: len(d_weight)])
                 del d_products
             # Free the logits of this chunk before the next chunk computes its own.
             del products
