@@ -31,6 +31,11 @@ def require(condition: object, message: str) -> None:
         raise UserError(message)
 
 
+# A path that the user has chosen cannot be used: it is read-only, as Kaggle's input folders are, or somebody else's, or
+# leads through a file or in a circle. The same command would fail again.
+PATH_ERRORS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 # What a disk, a network volume or the machine may have for a while: the same command may succeed later.
 TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from system.errors import TransientError, UsageError, UserError
+from system.errors import PATH_ERRORS, TransientError, UsageError, UserError
 from system.printing import env_number, printable
 
 
@@ -74,10 +74,13 @@ def run(main: Callable[[], object]) -> int:
 def report(error: Exception) -> int:
     """Print why this process fails, and leave it for the program that started it. Returns the exit code."""
     message, status = traceback.format_exc(), "system_error"
-    if isinstance(error, UserError | PermissionError | NotADirectoryError | IsADirectoryError):
+    if isinstance(error, UserError):
         message = f"error: {error}"
         if not isinstance(error, TransientError):
             status = "user_error"
+    elif isinstance(error, OSError) and error.errno in PATH_ERRORS:
+        message = f"error: {error}; choose another path (for what is written: --out-dir or --out)"
+        status = "user_error"
 
     # The status first: torchrun ends this rank as soon as another one has failed.
     write_status(status, f"{type(error).__name__}: {error}")

@@ -42,7 +42,7 @@ def os_error(name: str) -> OSError:
     (UserError("--seed \x1b[2J log/mine is no number"), 1, "user_error"),
     (UsageError("no flag --sed log/mine"), 2, "user_error"),
     (TransientError("the Hub is gone, log/mine"), 1, "system_error"),
-    (os_error("EACCES"), 1, "user_error"), (os_error("ENOTDIR"), 1, "user_error"),
+    *((os_error(name), 1, "user_error") for name in "EACCES EPERM EROFS ENOTDIR EEXIST ENAMETOOLONG ELOOP".split()),
 ])  # fmt: skip
 def test_what_the_user_can_fix_is_one_message(end, error, code, status):
     found_code, printed, found_status = end(error)
