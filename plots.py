@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,14 +34,17 @@ if TYPE_CHECKING:
 # The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
 
-# What build-nanogpt's log.txt, its console and this project's call our metrics.
+# What build-nanogpt's log.txt, its console, this project's and llm.c's main.log call our metrics.
 LOG_KEYS = {
     "train": "train_loss", "val": "val_loss", "hella": "hellaswag_acc_norm",
-    "loss": "train_loss", "val loss": "val_loss", "acc_norm": "hellaswag_acc_norm",
+    "loss": "train_loss", "validation loss": "val_loss", "HellaSwag accuracy": "hellaswag_acc_norm",
+    "val loss": "val_loss", "acc_norm": "hellaswag_acc_norm",
+    "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm",
     "lr": "lr", "norm": "grad_norm", "tok/sec": "tokens_per_second",
 }  # fmt: skip
-STEP = re.compile(r"(?:step +)?(\d+)(?:/\d+)? ")
-MEASURED = re.compile(rf"\b({'|'.join(LOG_KEYS)})[ :]+(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?)(?=\s)")
+STEP = re.compile(r"(?:step +|s:)?(\d+)(?:/\d+)? ")
+# A score may stand behind its fraction: 3049/10042=0.3036
+MEASURED = re.compile(rf"\b({'|'.join(LOG_KEYS)})[ :]+(?:\d+/\d+=)?(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?)(?=\s)")
 
 # OpenAI's GPT-2 124M, drawn as a horizontal line: its loss on FineWeb-Edu's val shard (from build-nanogpt's notebook),
 # and its acc_norm in completion style.
@@ -58,6 +62,7 @@ EVALUATIONS = ("val_loss", "hellaswag_acc_norm")  # at few steps: drawn as point
 # What else this program measures. Any other metric, as of an experiment, gets a panel of its own, or stands beside the
 # loss if it is a val loss, such as val_loss_ema.
 NOT_DRAWN = {"step_ms", "wait_ms", "mfu", "hellaswag_acc"}
+DIVERGED = 5  # times the median curve: a run at a bad rate, but one that learns, is below
 PARTS = 200  # of a long curve, which is also drawn by the median in each
 
 
@@ -94,15 +99,24 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """Rows as in metrics.jsonl, of a file with such lines:
 
     build-nanogpt    250 val 5.9012
-    a console        step   250 | loss: 5.901234 | lr 2.1e-04 | norm: 0.7012 | dt: 802.85ms | tok/sec: 653032.59
-                     step   250/19073 | val loss: 5.9012
+    its console      validation loss: 5.9012
+                     HellaSwag accuracy: 2545/10042=0.2534
+                     step   250 | loss: 5.901234 | lr 2.1e-04 | norm: 0.7012 | dt: 802.85ms | tok/sec: 653032.59
+    this console     step   250/19073 | val loss: 5.9012
+    llm.c            s:250 tel:5.9012
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    of_next_step: dict[str, float] = {}  # build-nanogpt evaluates a step, then trains it, and prints its number last
     for line in path.read_text(errors="replace").splitlines(keepends=True):
+        if not line.endswith("\n"):  # it is still being written, or a bar of progress
+            continue
         step = STEP.match(line)
-        if step and line.endswith("\n"):  # otherwise it is still being written
-            values = {LOG_KEYS[key]: float(value.replace(",", "")) for key, value in MEASURED.findall(line)}
-            rows.append({"step": int(step[1]), **values})
+        values = {LOG_KEYS[key]: float(value.replace(",", "")) for key, value in MEASURED.findall(line)}
+        if step:
+            rows.append({"step": int(step[1]), **of_next_step, **values})
+            of_next_step = {}
+        elif line.startswith(("validation loss:", "HellaSwag accuracy:")):
+            of_next_step |= values
     return rows
 
 
@@ -173,12 +187,15 @@ def draw_panel(ax: Axes, keys: tuple[str, ...], runs: list[Curves], references: 
                 draw_curve(ax, key, *curves[key], f"C{i % 10}")
                 drawn.append(curves[key])
 
-    # The y axis shows all but the highest spikes and, of a long run, the highs of its beginning, which would squash the
-    # rest. All but losses and scores are compared by their distance from 0.
-    x, y = np.hstack(drawn)
+    # The y axis shows all but the highest spikes, of a long run the highs of its beginning, and a loss or norm that has
+    # diverged beside others, which would squash the rest. All but losses and scores are compared by their distance
+    # from 0.
     key = keys[-1]
-    late = y[x >= x.max() // 20] if last_step > PARTS else y
-    low, high = y.min() if key in EVALUATIONS else 0, np.quantile(late, 0.995)
+    start = max(steps[-1] for steps, _ in drawn) // 20 if last_step > PARTS else 0
+    highs = [np.quantile(values[steps >= start], 0.995) for steps, values in drawn if steps[-1] >= start]
+    limit = DIVERGED * median_low(highs) if key in ("val_loss", "grad_norm") else math.inf
+    high = max(high for high in highs if high <= limit)
+    low = min(values.min() for _, values in drawn) if key in EVALUATIONS else 0
     margin = max(0.06 * (high - low), 1e-3 * high)
     ax.set_ylim(low - margin, high + margin)
     ax.set_xlim(0, max(1, last_step) * 1.01)

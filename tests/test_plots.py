@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import nbclient
@@ -73,8 +74,17 @@ LOGS = {
     "step   250/19073 | val loss: 5.9000 | bits per byte: 1.9130\n"
     "step   250/19073 | hellaswag acc 0.25 acc_norm 0.2534 n 9\n",
 }
-# build-nanogpt's console is as this project's, but for the number of steps.
-LOGS["theirs.log"] = LOGS["ours.log"].replace("/19073", "")
+# build-nanogpt evaluates before it trains the step whose number it prints then. llm.c rounds.
+LOGS["theirs.log"] = re.sub(r"(?m)^step.*(val loss|hella).*\n|/19073", "", LOGS["ours.log"])
+LOGS["theirs.log"] = f"validation loss: 10.9500\n{LOGS['theirs.log']}" + (
+    "validation loss: 5.9000\nHellaSwag accuracy: 2545/10042=0.2534\nrank 0 sample 0: val 3 \n"
+    "step   250 | loss: 5.850000 | lr 3.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/sec: 653033\n"
+    "validation loss: 5.0000\n"  # of a step that is still being trained
+)
+LOGS["main.log"] = (
+    "s:0 tel:10.9500\ns:0 trl:10.9501 lr:0.000001 norm:15.37\n"
+    "s:1 trl:9.5000 lr:0.000002 norm:2.00\ns:250 tel:5.9000\ns:250 eval:0.2534\n"
+)
 MEASURED = {
     "train_loss": {0: 10.9501, 1: 9.5},
     "val_loss": {0: 10.95, 250: 5.9},
@@ -90,11 +100,16 @@ def test_logs_and_consoles_are_read(tmp_path, name):
     # A line that was written twice, and one that is still being written.
     lines = LOGS[name].splitlines()
     (tmp_path / name).write_text(f"{LOGS[name]}{lines[0]}\n{lines[-1][:19]}")
-    keys = MEASURED if name != "log.txt" else ["train_loss", "val_loss", "hellaswag_acc_norm"]
+    expected = dict(MEASURED)
+    for key in {"log.txt": ["lr", "grad_norm", "tokens_per_second"], "main.log": ["tokens_per_second"]}.get(name, ()):
+        del expected[key]
+    if name == "theirs.log":
+        later = {"train_loss": 5.85, "lr": 3e-6, "grad_norm": 2.0, "tokens_per_second": 653_033}
+        expected |= {key: {**MEASURED[key], 250: value} for key, value in later.items()}
     for path in (tmp_path, tmp_path / name):
         curves = plots.read_curves(path)
         found = {key: dict(zip(*(array.tolist() for array in curve), strict=True)) for key, curve in curves.items()}
-        assert found == {key: MEASURED[key] for key in keys}
+        assert found == expected
 
 
 # ------------------------------------------------------------------------- drawing
@@ -140,6 +155,22 @@ def test_a_spike_does_not_squash_the_rest(draw, tmp_path):
     panels, _ = draw(write_run(tmp_path / "short", 80))
     low, high = panels["Loss"].get_ylim()
     assert low < loss_at(79) and loss_at(0) + 0.05 < high < 12
+
+
+def test_a_run_that_diverged_does_not_squash_the_others(draw, tmp_path):
+    """A run that only learns worse is seen, and so is one that is faster."""
+    runs = [write_run(tmp_path / name) for name in ("good", "worse", "diverged")]
+    for run, factor in zip(runs[1:], (2, 1000), strict=True):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        write_jsonl(
+            run / "metrics.jsonl", [{**{k: factor * v for k, v in row.items()}, "step": row["step"]} for row in rows]
+        )
+    for others in (runs, [runs[0], runs[2]]):
+        panels, _ = draw(*others)
+        worst = 2 * loss_at(15) if others == runs else loss_at(15)
+        assert worst < panels["Loss"].get_ylim()[1] < 1.1 * worst
+        assert panels["Gradient"].get_ylim()[1] < 1
+        assert panels["Speed"].get_ylim()[1] > 5e7
 
 
 def test_a_run_has_one_colour(draw, tmp_path):
