@@ -163,11 +163,13 @@ def test_the_tokens_of_nanogpt_are_those_of_its_documents(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("suffix", shards.FORMATS)
 def test_shards_are_a_source_as_they_stand(tmp_path, monkeypatch, tokens_of, suffix):
-    """Also a document that runs over two of them; llm.c's are told apart from nanoGPT's by their first number."""
+    """Also a document that runs over two of them; in .bin they are told apart from nanoGPT's by their first number."""
     monkeypatch.setattr(documents, "CHUNK_BYTES", 999)
     stream = np.arange(10_000)
     stream[[2000, 4999, 5000]] = EOT, EOT, 7
     paths = [tmp_path / f"x_train_{i}{suffix}" for i in range(2)]
     for path, ids in zip(paths, np.split(stream, 2), strict=True):
         shards.write_shard(path, ids)
+    if suffix == ".bin":  # the second one is DDP-BASEMODEL-TRAIN's
+        paths[1].write_bytes(np.int32(20250211).tobytes() + paths[1].read_bytes()[4:])
     assert tokens_of(*paths) == stream.tolist()

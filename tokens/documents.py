@@ -23,7 +23,7 @@ import numpy as np
 
 from system.errors import UserError, explain_errors, require
 from system.printing import print0
-from tokens.shards import BIN_MAGIC, DDP_MAGIC, FORMATS, check_ids, map_shard
+from tokens.shards import BIN_MAGICS, FORMATS, check_ids, map_shard
 from tokens.tokenizer import EOT
 
 CHUNK_BYTES = 8 << 20  # text tokenized together: enough for all cores, little compared to the shards in memory
@@ -184,8 +184,8 @@ def read_ids(path: Path, _column: str) -> Iterator[Piece]:
 
 
 def read_bin(path: Path, column: str) -> Iterator[Piece]:
-    """llm.c's shards, told apart by their first number, or else nanoGPT's tokens."""
-    is_shard = np.isin(np.fromfile(path, "<i4", 1), (BIN_MAGIC, DDP_MAGIC)).any()
+    """Shards, told apart by their first number, or else nanoGPT's tokens."""
+    is_shard = np.isin(np.fromfile(path, "<i4", 1), BIN_MAGICS).any()
     yield from read_ids(path, column) if is_shard else read_nanogpt(path)
 
 

@@ -35,8 +35,8 @@ MANIFEST = "manifest.json"
 VERSION = 2  # of the manifest: whoever changes which tokens a source gives raises it
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR = "run the command that made or pulled the folder again"
-BIN_MAGIC = 20240520  # llm.c: dataloader.h
-DDP_MAGIC = 20250211  # DDP-BASEMODEL-TRAIN: data_common.py; otherwise its shards are llm.c's
+# The first word of llm.c's shards (dataloader.h), and of DDP-BASEMODEL-TRAIN's (data_common.py), otherwise the same.
+BIN_MAGICS = (20240520, 20250211)
 BIN_VERSION = 1
 BIN_HEADER_WORDS = 256  # of int32
 
@@ -52,15 +52,14 @@ def map_npy(path: Path) -> np.memmap:
 def map_bin(path: Path) -> np.memmap:
     header = np.fromfile(path, "<u4", BIN_HEADER_WORDS)
     magic, version, n = header[:3].tolist()
-    require(magic != DDP_MAGIC, "it is a shard of DDP-BASEMODEL-TRAIN: make it again with fineweb.py")
-    is_known = magic == BIN_MAGIC and version == BIN_VERSION
-    require(is_known, f"its first words are {magic} and {version}, not llm.c's {BIN_MAGIC} and {BIN_VERSION}")
+    is_known = magic in BIN_MAGICS and version == BIN_VERSION
+    require(is_known, f"its first words are {magic} and {version}, not llm.c's {BIN_MAGICS[0]} and {BIN_VERSION}")
     return np.memmap(path, "<u2", "r", header.nbytes, n)
 
 
 def write_bin(file: BinaryIO, tokens: np.ndarray) -> None:
     header = np.zeros(BIN_HEADER_WORDS, "<i4")
-    header[:3] = BIN_MAGIC, BIN_VERSION, len(tokens)
+    header[:3] = BIN_MAGICS[0], BIN_VERSION, len(tokens)
     file.write(header.data)
     file.write(tokens.data)
 
