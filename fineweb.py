@@ -34,14 +34,6 @@ from tokens.tokenizer import EOT, bulk_encoder
 SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
 
 
-def token_count(text: str) -> int:
-    """A whole number above 0, such as 1e9."""
-    number = float(text)
-    if number < 1 or not number.is_integer():
-        raise ValueError
-    return int(number)
-
-
 def parse_args() -> argparse.Namespace:
     parser = settings.ArgumentParser(__doc__)
     known = ", ".join([*sources.HUB_DATASETS, *sources.INSTALLED])
@@ -60,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--shard-size",
-        type=token_count,
+        type=settings.whole_number,
         metavar="TOKENS",
         help="tokens per shard; unless given 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, "
         f"rounded to one digit, at most {SHARD_TOKENS:,}: even small sources get several shards, the first one val",
@@ -69,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--format", choices=formats, default="npy", help="npy: as in build-nanogpt; bin: as in llm.c")
     parser.add_argument(
         "--limit-tokens",
-        type=token_count,
+        type=settings.whole_number,
         metavar="TOKENS",
         help="stop after this many tokens, such as 1e9; unless given 1e10 for climbmix, all of other sources",
     )
@@ -147,9 +139,11 @@ def find_finished(out: Path, planned: Manifest) -> Manifest:
     # All that decides which bytes the shards have; the revision stands for the files.
     before, now = vars(previous) | vars(previous.source), vars(planned) | vars(planned.source)
     names = now.keys() - {"source", "files", "complete", "shards"}
-    changed = [f"{name} {before[name]}, not {now[name]}" for name in sorted(names) if before[name] != now[name]]
+    changed = {name: f"with {name} {before[name]}, not {now[name]}" for name in names if before[name] != now[name]}
+    if "revision" in changed:
+        changed["revision"] = "from other files"
     fix = f"choose another --out, or: rm -r {shlex.quote(str(out))}"
-    require(not changed, f"{out.absolute()} was made with {', '.join(changed)}; {fix}")
+    require(not changed, f"{out.absolute()} was made {', '.join(sorted(changed.values()))}; {fix}")
 
     # A shard that is missing or has another size is made again, and all later ones. (Other damage is found by the hash,
     # whenever a shard is read.)

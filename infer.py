@@ -94,7 +94,8 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
 def main() -> None:
     parser = settings.ArgumentParser(__doc__)
     parser.add_argument("model", help="run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)")
-    parser.add_argument("prompt", nargs="?", default="", help="text to continue; - reads standard input")
+    prompt_help = "text to continue, without a space at its end: words begin with theirs; - reads standard input"
+    parser.add_argument("prompt", nargs="?", default="", help=prompt_help)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="a token is about 4 characters of English")
     parser.add_argument("--num-samples", type=int, default=1, help="texts to generate at once")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the most likely token")

@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from fractions import Fraction
 from math import inf
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -70,6 +71,17 @@ def check_settings(config: Any) -> None:
 # ------------------------------------------------------------------------- the command line
 
 
+def whole_number(text: str) -> int:
+    """1000, or 1e3. A float would round a large seed."""
+    number = Fraction(text)
+    if number < 0 or number.denominator != 1:
+        raise ValueError
+    return number.numerator
+
+
+PARSERS: dict[Any, Any] = {int: whole_number}  # of types that do not parse their values themselves
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """The description as it stands, and a default beside each flag."""
 
@@ -83,7 +95,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(description=description, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see -h")
+        raise UsageError(f"{message}; see -h, or docs/coming-from.md for the flags of other programs")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
         words = sys.argv[1:] if args is None else args
@@ -123,7 +135,7 @@ def add_flags(parser: argparse.ArgumentParser, config: Any, section: str = "", h
         elif allowed:
             group.add_argument(flag(name), dest=name, choices=allowed, type=type(allowed[0]), help=help)
         else:
-            parse = about.get("parse") or field.type
+            parse = about.get("parse") or PARSERS.get(field.type, field.type)
             group.add_argument(flag(name), dest=name, type=parse, metavar="VALUE", help=help)
 
 

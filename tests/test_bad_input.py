@@ -7,6 +7,7 @@ A row of the table is an exit code, a command, and what its message must name. T
     small          a model of one layer that reads 8 tokens; odd.pt lacks GPT-2's last token,
                    and wide.pt has twice as many
     cut            a shard, a checkpoint and metrics that were cut off; a checkpoint that is none
+    circle         a link to itself
     *.*            texts and HellaSwag rows; line 2 of bad.jsonl is neither
 
 and must leave it as it is. NEW is a path beside it, TRAIN a training run over `tiny` into NEW.
@@ -51,7 +52,8 @@ TABLE = """
 1 | TRAIN --eval-only                                      | --init-from
 1 | TRAIN --out-dir run                                    | --resume auto
 1 | TRAIN --seed 18446744073709551616                      | --seed 18446744073709551616
-1 | TRAIN --out-dir text.txt/run                           | text.txt
+1 | TRAIN --out-dir text.txt                               | text.txt
+1 | TRAIN --out-dir circle/run                             | circle/run
 1 | fineweb.py --source none.txt                           | none.txt
 1 | fineweb.py --source '*.none' --out NEW                 | *.none
 1 | fineweb.py --source text.txt                           | --out
@@ -62,9 +64,11 @@ TABLE = """
 1 | fineweb.py --source separated.txt --out NEW            | no text in separated.txt
 1 | fineweb.py --source rows.jsonl --out NEW               | no text in rows.jsonl
 1 | fineweb.py --source OWNER/NAME --out NEW               | 127.0.0.1:9
-2 | fineweb.py --source text.txt --shard-size 0            | --shard-size
+1 | fineweb.py --source tiny --out NEW                     | 'tiny/*.txt'
 2 | fineweb.py --source text.txt --shard-size 1.5          | --shard-size
 2 | fineweb.py --source text.txt --limit-tokens inf        | --limit-tokens
+2 | TRAIN --compile=False                                  | docs/coming-from.md
+2 | TRAIN --batch_size 32                                  | docs/coming-from.md
 1 | hellaswag.py --limit -1                                | --limit -1
 1 | hellaswag.py --data empty.jsonl                        | empty.jsonl
 1 | hellaswag.py --data NEW --url http://127.0.0.1:9/x     | http://127.0.0.1:9/x
@@ -116,6 +120,7 @@ def stage(one_run, tmp_path_factory):
     torch.save({"model": {"w": torch.ones(2)}}, folder / "cut/foreign.pt")
 
     row = json.dumps({"text": "a", "ctx": "a", "endings": ["b " * 9] * 4, "label": 0})
+    (folder / "circle").symlink_to("circle")
     texts = {"text.txt": "some text " * 100, "bad.xml": "<x/>", "empty.jsonl": "\n\n"}
     texts |= {"empty.txt": "", "separated.txt": "<|endoftext|>\n", "rows.jsonl": '{"text": ""}'}
     texts |= {"good.jsonl": f"{row}\n", "bad.jsonl": f'{row}\n{{"text": 3}}\n'}

@@ -121,12 +121,14 @@ def test_flags_override_the_preset():
     model = replace(QUICKSTART.model, n_layer=2, bias=False, positions="rope")
     network = {"model": model, "shuffle": False, "max_lr": 0.001, "keep": 4, "warmup_steps": 9, "zero_stage": 1}
     assert cfg == replace(QUICKSTART, **network, sample_prompt="a b")
-    flags = "--micro-batch-size 3 --out-dir quickstart"
-    assert parse_words(flags) == replace(GPT2, micro_batch_size=3, out_dir="quickstart")
+    flags = f"--micro-batch-size 3 --out-dir quickstart --max-steps 1e4 --seed {2**63 - 1}"
+    words = {"micro_batch_size": 3, "out_dir": "quickstart", "max_steps": 10_000, "seed": 2**63 - 1}
+    assert parse_words(flags) == replace(GPT2, **words)
 
 
 @pytest.mark.parametrize("words, named", [
     ("--seeed 1", "--seeed"), ("--see 1", "--see"), ("--max-steps x", "'x'"), ("--max-steps", "--max-steps"),
+    ("--max-steps 1.5", "1.5"),
     ("--micro-batch-size many", "many"), ("--optimizer sgd", "sgd"), ("--zero-stage 2", "2"), ("--shuffle=1", "1"),
     ("--beta1 0.9", "--beta1"), ("--steps-per-epoch 3", "--steps-per-epoch"), ("--model.n-head 5", "n_head 5"),
     ("--model.norm batch", "batch"), ("quickstart overfit", "overfit"), ("gpt2-xl", "gpt2-124m"),

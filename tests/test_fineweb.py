@@ -245,7 +245,7 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
     run_fineweb(*flags)  # the same parameters twice are accepted
 
     for flag, value, message in (
-        ("--source", shutil.copy(text_file, tmp_path / "b.txt"), "revision"),
+        ("--source", shutil.copy(text_file, tmp_path / "b.txt"), "other files;"),
         ("--shard-size", 60, "50, not 60"),
         ("--limit-tokens", 160, "150, not 160"),
         ("--format", "bin", "npy, not bin"),
@@ -257,7 +257,7 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
 
     # An edit that keeps the size makes another revision.
     text_file.write_text(text_file.read_text().replace("some", "else"))
-    with pytest.raises(UserError, match="revision"):
+    with pytest.raises(UserError, match="other files;"):
         run_fineweb(*flags)
 
 

@@ -81,6 +81,7 @@ def find_files(words: list[str]) -> dict[Path, str]:
         # A file whose name has glob characters in it is meant literally.
         matches = [word] if os.path.isfile(word) else sorted(glob(word, recursive=True))
         paths = [Path(match) for match in matches if os.path.isfile(match)]
+        require(paths or not os.path.isdir(word), f"--source {word} is a folder; name its files: '{word}/*.txt'")
         known = ", ".join([*INSTALLED, *HUB_DATASETS])
         fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {known}"
         require(paths, f"--source {word}: there is no such file in {os.getcwd()}; {fix}")

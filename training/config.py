@@ -23,7 +23,7 @@ from typing import Any, Literal
 from model import GPTConfig, known_settings
 from system.errors import explain_errors, require
 from system.printing import parse_duration
-from system.settings import check_settings, flag, flag_off, setting
+from system.settings import check_settings, flag, flag_off, setting, whole_number
 
 HELLASWAG_DATA = "data/hellaswag/hellaswag_val.jsonl"  # where hellaswag.py puts the rows
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
@@ -31,7 +31,7 @@ GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 12
 
 def number_or_auto(text: str) -> int | str:
     """A whole number, or the word auto."""
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else whole_number(text)
 
 
 @dataclass(frozen=True)
