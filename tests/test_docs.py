@@ -1,15 +1,18 @@
 """README.md and docs/: what they name exists, their commands are understood, their links lead somewhere."""
 
 import argparse
+import csv
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
-from helpers import CPU, ROOT, TINY_FLAGS, parse_config
+from corpora import read_documents
+from helpers import CPU, ROOT, TINY_FLAGS, parse_config, write_tiny_model
 
 from lifecycle import command_line
 from model import GPT
@@ -34,7 +37,7 @@ OTHERS = set("""
     convert_hf_to_gguf num_ctx trust_remote_code from_pretrained save_pretrained generated_text GPT2LMHeadModel
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
-    hf_ instance_ids DictReader MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
+    hf_ instance_ids DictReader field_size_limit MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
 """.split())  # fmt: skip
 
 
@@ -109,7 +112,15 @@ def test_the_script_understands_the_command(command, request, monkeypatch):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_flag_that_is_named_exists(name):
-    others = {"--gpus-per-node", "--constraint", "--local-addr", "--model_args", "--batch_size", "--max_steps"}
+    others = {
+        "--gpus-per-node",
+        "--constraint",
+        "--exclude",
+        "--local-addr",
+        "--model_args",
+        "--batch_size",
+        "--max_steps",
+    }
     scripts = "\n".join(text for file, text in SOURCES.items() if "/" not in file)
     flags = {*re.findall(r'"(--[\w-]+)"', scripts), *others, *PATCH_FLAGS}
     flags |= set(re.findall(r"--[\w.-]+", command_line.make_parser(PRESETS["gpt2-124m"]).format_help()))
@@ -151,6 +162,33 @@ def test_links_between_pages_lead_somewhere(name):
         if not target.is_file() or (anchor and anchor not in find_anchors(target.read_text())):
             broken.append(link)
     assert broken == []
+
+
+def test_the_lines_that_convert_to_jsonl_lose_nothing(tmp_path):
+    """Of Excel's UTF-8, an article with line breaks that is longer than csv's limit; of code, a file of another
+    encoding. What fails writes nothing, so that no part is taken for the whole."""
+    lines = [line.strip() for line in PAGES["docs/data.md"].splitlines() if line.endswith("> my.jsonl")]
+    texts = ["first", 'two\r\nlines, "quoted" ' * 9000, "last"]
+    with open(tmp_path / "my.csv", "w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    (tmp_path / "my/sub").mkdir(parents=True)
+    (tmp_path / "my/a.c").write_text("int a;\n")
+    (tmp_path / "my/sub/b.c").write_bytes(b"// caf\xe9")
+
+    for line, expected in zip(lines, [texts, ["int a;\n", "// caf\ufffd"]], strict=True):
+        line = line.replace("python", shlex.quote(sys.executable), 1)
+        subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+        assert read_documents(tmp_path / "my.jsonl") == expected
+
+    (tmp_path / "my.csv").write_bytes(b"text\none\ncaf\xe9\n")
+    subprocess.run(lines[0].replace("python", sys.executable, 1), shell=True, cwd=tmp_path)
+    assert not (tmp_path / "my.jsonl").read_bytes()
+
+
+def test_the_loop_over_prompts_runs(tmp_path, capsys):
+    (snippet,) = [block for block in find_python("docs/using-your-model.md") if "model.generate" in block]
+    exec(snippet.replace("log/gpt2-124m", str(write_tiny_model(tmp_path / "run", 64, 8))), {})
+    assert re.search("^Once upon a time.*^The capital of France is", capsys.readouterr().out, re.MULTILINE | re.DOTALL)
 
 
 def find_python(name: str) -> list[str]:
