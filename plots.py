@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evaluation.reference import DATASETS, Reference, find_reference, read_references
+from evaluation.reference import DATASETS, TOKENS_PER_STEP, Reference, find_reference
 from lifecycle import metrics
 from system.errors import require
 from system.printing import print0
@@ -29,10 +29,9 @@ from weights.run_folder import describe_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-# The curves of a run, by metrics key: (steps (N,) int64, values (N,) float64), steps ascending.
-Curves = dict[str, tuple[np.ndarray, np.ndarray]]
+# The curves of a run, by metrics key: steps and values (2, N) float64, steps ascending.
+Curves = dict[str, np.ndarray]
 
 # What build-nanogpt's log.txt, its console, this project's and llm.c's main.log call our metrics.
 LOG_KEYS = {
@@ -47,18 +46,17 @@ STEP = re.compile(r"(?:step +|s:)?(\d+)(?:/\d+)? ")
 MEASURED = re.compile(rf"\b({'|'.join(LOG_KEYS)})[ :]+(?:\d+/\d+=)?(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?)(?=\s)")
 
 # OpenAI's GPT-2 124M, drawn as a horizontal line: its loss on FineWeb-Edu's val shard (from build-nanogpt's notebook),
-# and its acc_norm in completion style.
+# and its acc_norm in completion style. These metrics are measured at few steps, and so drawn as points.
 OPENAI_124M = {"val_loss": 3.2924, "hellaswag_acc_norm": 0.2955}
 
-# The panels: of which metrics, their title and the label of the y axis.
+# The panels, by metric: their title and the label of the y axis.
 PANELS = {
-    ("train_loss", "val_loss"): ("Loss: train (line) and val (points)", "cross-entropy (nats per token)"),
-    ("hellaswag_acc_norm",): ("HellaSwag", "accuracy (acc_norm)"),
-    ("lr",): ("Learning rate", "learning rate (peak: --max-lr)"),
-    ("grad_norm",): ("Gradient norm before clipping", "global L2 norm"),
-    ("tokens_per_second",): ("Speed", "tokens per second"),
+    "val_loss": ("Loss: train (line) and val (points)", "cross-entropy (nats per token)"),
+    "hellaswag_acc_norm": ("HellaSwag", "accuracy (acc_norm)"),
+    "lr": ("Learning rate", "learning rate (peak: --max-lr)"),
+    "grad_norm": ("Gradient norm before clipping", "global L2 norm"),
+    "tokens_per_second": ("Speed", "tokens per second"),
 }
-EVALUATIONS = ("val_loss", "hellaswag_acc_norm")  # at few steps: drawn as points
 # What else this program measures. Any other metric, as of an experiment, gets a panel of its own, or stands beside the
 # loss if it is a val loss, such as val_loss_ema.
 NOT_DRAWN = {"step_ms", "wait_ms", "mfu", "hellaswag_acc"}
@@ -70,8 +68,8 @@ PARTS = 200  # of a long curve, which is also drawn by the median in each
 
 
 def read_curves(run: str | Path) -> Curves:
-    """Curves of a run, by its folder or its log: {key: (steps (N,) int64, values (N,) float64)}, steps ascending, one
-    value per step (the last); empty if there is no log. NaN is skipped, and so is a line that is cut off.
+    """Curves of a run, by its folder or its log: {key: steps and values (2, N) float64}, steps ascending, one value per
+    step (the last); empty if there is no log. NaN is skipped, and so is a line that is cut off.
     """
     run = Path(run)
     # train.sh and others name what a console showed by the time: the newest.
@@ -86,16 +84,11 @@ def read_curves(run: str | Path) -> Curves:
         step = row.pop("step")
         for key, value in row.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                values_by_step.setdefault(key, {})[step] = float(value)
-
-    curves = {}
-    for key, values in values_by_step.items():
-        steps = sorted(values)
-        curves[key] = (np.array(steps), np.array([values[step] for step in steps]))
-    return curves
+                values_by_step.setdefault(key, {})[step] = value
+    return {key: np.array(sorted(values.items()), float).T for key, values in values_by_step.items()}
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
     """Rows as in metrics.jsonl, of a file with such lines:
 
     build-nanogpt    250 val 5.9012
@@ -105,30 +98,25 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     this console     step   250/19073 | val loss: 5.9012
     llm.c            s:250 tel:5.9012
     """
-    rows: list[dict[str, Any]] = []
     of_next_step: dict[str, float] = {}  # build-nanogpt evaluates a step, then trains it, and prints its number last
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
-        if not line.endswith("\n"):  # it is still being written, or a bar of progress
-            continue
+    for line in re.findall(r".*\n", path.read_text(errors="replace")):  # without one that is still being written
         step = STEP.match(line)
         values = {LOG_KEYS[key]: float(value.replace(",", "")) for key, value in MEASURED.findall(line)}
         if step:
-            rows.append({"step": int(step[1]), **of_next_step, **values})
+            yield {"step": int(step[1]), **of_next_step, **values}
             of_next_step = {}
         elif line.startswith(("validation loss:", "HellaSwag accuracy:")):
             of_next_step |= values
-    return rows
 
 
 def choose_reference(folder: Path) -> Reference | None:
-    """The public runs drawn behind a run: those of its preset, steps and tokens per step, if there are any. The log of
-    another trainer states none of these: it gets gpt2-124m's."""
+    """The public runs drawn behind a run: those of its preset, steps and tokens per step, if there are any. What it
+    does not state, as the plain trainer its preset and the log of another trainer all three, is gpt2-124m's."""
     config = metrics.read_config(folder)
-    if not config:
-        return read_references()[0]
-    # The plain trainer has one recipe, gpt2-124m's.
-    max_steps = config.get("resolved_max_steps", config.get("max_steps", 0))
-    found = find_reference(config.get("preset", "gpt2-124m"), max_steps, config.get("total_batch_size", 0))
+    max_steps = config.get("resolved_max_steps", config.get("max_steps", 19_073))
+    found = find_reference(
+        config.get("preset", "gpt2-124m"), max_steps, config.get("total_batch_size", TOKENS_PER_STEP)
+    )
     if not found:
         print0(f"{folder}: no public run has its preset, steps and tokens per step")
     return found
@@ -137,24 +125,19 @@ def choose_reference(folder: Path) -> Reference | None:
 # ------------------------------------------------------------------------- drawing
 
 
-def draw_curve(ax: Axes, key: str, steps: np.ndarray, values: np.ndarray, color: str) -> None:
-    """Draw one curve. One with many values is drawn faintly and, over it, by the median in each of PARTS equal parts,
-    which a spike does not move."""
-    if key.startswith(EVALUATIONS):
+def draw_curve(ax: Axes, key: str, curve: np.ndarray, color: str) -> None:
+    """Draw one curve (2, N). One with many values is drawn faintly and, over it, by the median in each of PARTS equal
+    parts, which a spike does not move."""
+    if key.startswith(tuple(OPENAI_124M)):
         # No line joins the points: beside a train loss that falls steeply between two of them, it would show a gap that
         # is not there.
-        is_other = key not in EVALUATIONS
-        marker, label = ("^", key) if is_other else ("o", None)
-        ax.plot(steps, values, marker, color=color, ms=4, mfc="white", zorder=3, label=label)
-        if is_other:
-            ax.legend(fontsize=9)
-    elif len(steps) < PARTS:
-        ax.plot(steps, values, color=color, lw=1.6)
-    else:
-        middles = [part.mean() for part in np.array_split(steps, PARTS)]
-        medians = [np.median(part) for part in np.array_split(values, PARTS)]
-        ax.plot(steps, values, color=color, lw=0.7, alpha=0.3, zorder=1)
-        ax.plot(middles, medians, color=color, lw=1.6)
+        marker, label = ("o", None) if key in OPENAI_124M else ("^", key)
+        ax.plot(*curve, marker, color=color, ms=4, mfc="white", zorder=3, label=label)
+        return
+    if curve.shape[1] >= PARTS:
+        ax.plot(*curve, color=color, lw=0.7, alpha=0.3, zorder=1)
+        curve = np.array([np.median(part, 1) for part in np.array_split(curve, PARTS, 1)]).T
+    ax.plot(*curve, color=color, lw=1.6)
 
 
 def draw_public_runs(ax: Axes, key: str, reference: Reference) -> None:
@@ -167,24 +150,14 @@ def draw_public_runs(ax: Axes, key: str, reference: Reference) -> None:
     ax.fill_between(steps, low, high, fc="grey", ec="black", alpha=0.4, lw=0.8, label=f"{label} ({reference.runs})")
 
 
-def find_panels(measured: set[str]) -> list[tuple[str, ...]]:
-    """The metrics of each panel: those of PANELS, then what else was measured."""
-    other_losses = sorted(key for key in measured if key.startswith("val_loss_"))
-    known = {key for keys in PANELS for key in keys}
-    panels = [(*other_losses, *keys) if "val_loss" in keys else keys for keys in PANELS]
-    others = measured - known - NOT_DRAWN - {*other_losses}
-    panels += [(key,) for key in sorted(others) if not key.startswith("val_bpb")]
-    return [keys for keys in panels if measured.intersection(keys)]
-
-
-def draw_panel(ax: Axes, keys: tuple[str, ...], runs: list[Curves], references: list[Reference]) -> None:
+def draw_panel(ax: Axes, keys: list[str], runs: list[Curves], references: list[Reference]) -> None:
     """One panel: the curves of all runs, and beside them the figures of others."""
     last_step = max(int(steps[-1]) for curves in runs for steps, _ in curves.values())
     drawn = []
     for i, curves in enumerate(runs):
         for key in keys:
             if key in curves:
-                draw_curve(ax, key, *curves[key], f"C{i % 10}")
+                draw_curve(ax, key, curves[key], f"C{i % 10}")
                 drawn.append(curves[key])
 
     # The y axis shows all but the highest spikes, of a long run the highs of its beginning, and a loss or norm that has
@@ -195,35 +168,26 @@ def draw_panel(ax: Axes, keys: tuple[str, ...], runs: list[Curves], references: 
     highs = [np.quantile(values[steps >= start], 0.995) for steps, values in drawn if steps[-1] >= start]
     limit = DIVERGED * median_low(highs) if key in ("val_loss", "grad_norm") else math.inf
     high = max(high for high in highs if high <= limit)
-    low = min(values.min() for _, values in drawn) if key in EVALUATIONS else 0
-    margin = max(0.06 * (high - low), 1e-3 * high)
-    ax.set_ylim(low - margin, high + margin)
+    low = min(values.min() for _, values in drawn) if key in OPENAI_124M else 0
     ax.set_xlim(0, max(1, last_step) * 1.01)
-
-    if key in EVALUATIONS:
+    if key in OPENAI_124M:
         for reference in references:
             draw_public_runs(ax, key, reference)
         # With a loss on other data, a line would mean nothing.
         if references or key == "hellaswag_acc_norm":
             level = OPENAI_124M[key]
             ax.axhline(level, color="grey", ls=":", lw=1.2, label=f"OpenAI GPT-2 124M: {level}")
-            ax.set_ylim(top=max(ax.get_ylim()[1], level * 1.01))
-            ax.legend(fontsize=9)
-
-    title, y_label = {panel[-1]: words for panel, words in PANELS.items()}.get(key, (key, ""))
+            high = max(high, level)
+    margin = max(0.06 * (high - low), 1e-3 * high)
+    ax.set_ylim(low - margin, high + margin)
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(fontsize=9)
+    title, y_label = PANELS.get(key, (key, ""))
     ax.set(title=title, xlabel="step", ylabel=y_label)
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.yaxis.set_major_formatter("{x:,.10g}")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def describe_run(name: str, curves: Curves) -> str:
-    """The name of a run and its last values: "log/quickstart: train 5.537, val 5.601, step 80"."""
-    last_step = max(steps[-1] for steps, _ in curves.values())
-    words = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
-    ends = [f"{word} {curves[key][1][-1]:#.4g}" for key, word in words.items() if key in curves]
-    return f"{name}: {', '.join([*ends, f'step {last_step:,}'])}"
 
 
 def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
@@ -239,34 +203,42 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     from matplotlib.figure import Figure  # pyplot's would need a display
     from matplotlib.lines import Line2D
 
-    curves_by_run = {}
-    for name in map(str, runs):
+    words = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
+    drawn: list[Curves] = []
+    lines: list[Line2D] = []
+    found: list[Reference | None] = []
+    for name in dict.fromkeys(map(str, runs)):
         curves = read_curves(name)
-        if curves:
-            curves_by_run[name] = curves
-        else:
+        if not curves:
             print0(f"skipped: no measured step in {name}")
+            continue
+        # Its last values: "log/quickstart: train 5.537, val 5.601, step 80".
+        ends = [f"{word} {curves[key][1, -1]:#.4g}" for key, word in words.items() if key in curves]
+        last_step = max(steps[-1] for steps, _ in curves.values())
+        label = f"{name}: {', '.join([*ends, f'step {last_step:,.0f}'])}"
+        print0(label)
+        lines.append(Line2D([], [], color=f"C{len(lines) % 10}", lw=2.4, label=label))
+        drawn.append(curves)
+        if reference:
+            found.append(choose_reference(folder_of(Path(name))))
     problem = f"no measured step in {', '.join(map(str, runs))}"
-    require(curves_by_run, f"{problem}; {describe_runs(Path(runs[0]).parent, 'metrics.jsonl')}")
+    require(drawn, f"{problem}; {describe_runs(Path(runs[0]).parent, 'metrics.jsonl')}")
 
-    references: list[Reference] = []
-    for name in curves_by_run if reference else ():
-        found = choose_reference(folder_of(Path(name)))
-        if found and found not in references:
-            references.append(found)
+    # The metrics of each panel, the one that it is named after last: those of PANELS, then what else was measured.
+    measured = set().union(*drawn)
+    losses = sorted(key for key in measured if key == "train_loss" or key.startswith("val_loss_"))
+    others = sorted(key for key in measured - {*PANELS, *NOT_DRAWN, *losses} if not key.startswith("val_bpb"))
+    panels = [[*losses, key] if key == "val_loss" else [key] for key in [*PANELS, *others]]
+    panels = [keys for keys in panels if measured.intersection(keys)]
 
     # Two panels side by side.
-    measured = {key for curves in curves_by_run.values() for key in curves}
-    panels = find_panels(measured)
+    references = [*dict.fromkeys(filter(None, found))]  # each once
     rows = (len(panels) + 1) // 2
-    figure: Figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")
     for number, keys in enumerate(panels, 1):
-        draw_panel(figure.add_subplot(rows, 2, number), keys, [*curves_by_run.values()], references)
+        draw_panel(figure.add_subplot(rows, 2, number), keys, drawn, references)
 
-    labels = [describe_run(name, curves) for name, curves in curves_by_run.items()]
-    print0("\n".join(labels))
-    lines = [Line2D([], [], color=f"C{i % 10}", lw=2.4) for i in range(len(labels))]
-    figure.legend(lines, labels, loc="outside upper center", frameon=False)
+    figure.legend(handles=lines, loc="outside upper center", frameon=False)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
