@@ -122,8 +122,7 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
                 row = dict(json.loads(line))
             require(column in row, f"line {number}: {explain_column(column, row)}")
             text = row[column]
-            is_text = text is None or isinstance(text, str)
-            require(is_text, f"line {number}: {explain_content(column, repr(text))}")
+            require(isinstance(text, str | None), f"line {number}: {explain_content(column, repr(text))}")
             yield text or None, True
 
 
@@ -148,8 +147,7 @@ def read_text(path: Path, _column: str) -> Iterator[Piece]:
             # No cut divides a separator, which has no space in it.
             is_separated = is_separated or SEPARATOR in piece
             for number, text in enumerate(piece.split(SEPARATOR)):
-                if number > 0:
-                    begins = True
+                begins = begins or number > 0
                 if is_separated:  # a piece ends in a line break only at the end of the file
                     text = text.strip("\r\n") if begins else text.rstrip("\r\n")
                 if text or not is_separated:
@@ -175,44 +173,24 @@ def cut_pieces(file: io.TextIOWrapper) -> Iterator[str]:
 
 
 def read_ids(path: Path, _column: str) -> Iterator[Piece]:
-    """The ids of a shard as they stand: EOT before each document is among them."""
-    ids = map_shard(path)
+    """The ids of a shard as they stand: EOT before each document is among them. A .bin without the first number of a
+    shard has GPT-2's ids as nanoGPT's prepare.py writes them: uint16 without a header, with EOT after each document.
+
+        file      a a a EOT b b EOT
+        stream    EOT a a a EOT b b
+    """
+    is_shard = path.suffix.lower() != ".bin" or np.isin(np.fromfile(path, "<i4", 1), BIN_MAGICS).any()
+    ids: np.ndarray = map_shard(path) if is_shard else np.memmap(path, "<u2", "r")
+    if not is_shard:
+        # Ids of characters or bytes are all below 256, GPT-2's are not: " the" is 262.
+        is_gpt2s = ids[:CHUNK_BYTES].max() > 255
+        require(is_gpt2s, "its ids are not GPT-2's; give its text instead, such as nanoGPT's input.txt")
+        if ids[-1] == EOT:
+            ids = ids[:-1]
     for start in range(0, len(ids), CHUNK_BYTES):
         block = np.array(ids[start : start + CHUNK_BYTES])
         check_ids(block, path)
-        yield block, False
-
-
-def read_bin(path: Path, column: str) -> Iterator[Piece]:
-    """Shards, told apart by their first number, or else nanoGPT's tokens."""
-    is_shard = np.isin(np.fromfile(path, "<i4", 1), BIN_MAGICS).any()
-    yield from read_ids(path, column) if is_shard else read_nanogpt(path)
-
-
-def read_nanogpt(path: Path) -> Iterator[Piece]:
-    """GPT-2's ids as nanoGPT's prepare.py writes them: uint16 without a header, with EOT after each document. Here EOT
-    begins each document, and those without text are left out:
-
-        file      a a a EOT b b EOT EOT c EOT
-        stream    EOT a a a EOT b b EOT c
-    """
-    size = path.stat().st_size
-    require(size > 0 and size % 2 == 0, f"it has {size} bytes, and no ids of two bytes")
-    ids = np.memmap(path, "<u2", "r")
-    # Ids of characters or bytes are all below 256, GPT-2's are not: " the" is 262. Ids of 4 bytes have zeros between.
-    first = ids[:CHUNK_BYTES]
-    is_gpt2s = first.max() > 255 and (len(first) == 1 or first[1::2].any())
-    require(is_gpt2s, "its ids are not GPT-2's in two bytes each; give its text instead, such as nanoGPT's input.txt")
-
-    last = np.array([EOT], np.uint16)  # the id before the block
-    for start in range(0, len(ids), CHUNK_BYTES):
-        block = np.concatenate([last, ids[start : start + CHUNK_BYTES]])
-        check_ids(block, path)
-        # An EOT is left out where another one follows it, and at the end of the file.
-        is_text = (block[:-1] != EOT) | (block[1:] != EOT)
-        yield block[:-1][is_text], False
-        last = block[-1:]
-    yield last[last != EOT], False
+        yield block, not is_shard and start == 0 and ids[0] != EOT
 
 
 # ------------------------------------------------------------------------- how each suffix is read
@@ -224,7 +202,6 @@ READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".parquet": read_parquet,
     **{suffix + compression: read for suffix, read in STREAM_READERS.items() for compression in ("", ".gz", ".zst")},
     **dict.fromkeys(FORMATS, read_ids),
-    ".bin": read_bin,
 }
 
 
