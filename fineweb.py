@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from system.errors import UserError, require
 from system.files import lock_folder
 from system.printing import print0
 from tokens import shards, sources
-from tokens.documents import READERS, Chunk, find_reader, read_chunks
+from tokens.documents import Chunk, find_reader, read_chunks
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, Shard, Source
 from tokens.tokenizer import EOT, bulk_encoder
@@ -36,24 +36,19 @@ SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
 
 def parse_args() -> argparse.Namespace:
     parser = settings.ArgumentParser(__doc__)
-    known = ", ".join([*sources.HUB_DATASETS, *sources.INSTALLED])
-    suffixes = " ".join(READERS)
     parser.add_argument(
         "--source",
         nargs="+",
         default=["fineweb-edu"],
-        metavar="SOURCE",
-        help=f"{known}; a Hub dataset OWNER/NAME; or files or patterns: {suffixes}",
+        help=f"{sources.KNOWN}; a Hub dataset OWNER/NAME; or files or patterns, as docs/data.md lists them",
     )
     parser.add_argument(
         "--out",
-        metavar="FOLDER",
         help="folder for the shards, which are named after it; of a source with a name data/NAME unless given",
     )
     parser.add_argument(
         "--shard-size",
         type=settings.whole_number,
-        metavar="TOKENS",
         help="tokens per shard; unless given 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, "
         f"rounded to one digit, at most {SHARD_TOKENS:,}: even small sources get several shards, the first one val",
     )
@@ -62,16 +57,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--limit-tokens",
         type=settings.whole_number,
-        metavar="TOKENS",
         help="stop after this many tokens, such as 1e9; unless given 1e10 for climbmix, all of other sources",
     )
     parser.add_argument(
         "--subset",
-        metavar="NAME",
         help="of a Hub dataset: a configuration; or, with a slash, the start of the paths of its files: sample/10BT/",
     )
-    parser.add_argument("--split", metavar="NAME", help="split of the configuration; unless given train")
-    parser.add_argument("--text-column", default="text", metavar="NAME", help="of parquet, or the field of jsonl")
+    parser.add_argument("--split", help="split of the configuration; unless given train")
+    parser.add_argument("--text-column", default="text", help="of parquet, or the field of jsonl")
     return parser.parse_args()
 
 
@@ -89,32 +82,30 @@ AS_PRINTED = [
 ]
 
 
-def write_plays(plays: Iterable[Path], folder: Path) -> list[Path]:
-    """Write plays as plain text, the way a play is printed:
+def write_plays(plays: Iterable[Path], folder: Path) -> Iterator[Path]:
+    """Write one play after the other as plain text, the way a play is printed:
 
     ### SCENE I. Verona. A public place.    SCENE I. Verona. A public place.
     _Enter SAMPSON and GREGORY_             [Enter SAMPSON and GREGORY]
     **SAMPSON**                             SAMPSON:
     """
     folder.mkdir(exist_ok=True)
-    written = []
-    for number, play in enumerate(plays):
+    path = folder / "play.txt"
+    for play in plays:
         text = play.read_text(encoding="utf-8")
         for pattern, replacement in AS_PRINTED:
             text = re.sub(pattern, replacement, text)
-        path = folder / f"play{number}.txt"
         path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written
+        yield path  # the next one is asked for once this one has been read
 
 
-def plan_manifest(args: argparse.Namespace, source: Source, files: list[Path]) -> Manifest:
-    """The manifest of a folder that is yet to be filled. files: the local ones."""
+def plan_manifest(args: argparse.Namespace, source: Source, files: Collection[Path]) -> Manifest:
+    """The manifest of a folder that is yet to be filled. files: the local ones. With nanoGPT's val.bin among them, a
+    shard has as many tokens as that, so that it is the first one, for validation."""
     shard_tokens = args.shard_size
     vals = [path for path in files if path.name == "val.bin"]
     if 0 < len(vals) < len(files):
-        require(not args.shard_size, "--shard-size: with nanoGPT's val.bin, a shard has as many tokens as that")
-        shard_tokens = sum(len(ids) for chunk in read_chunks(vals, 0, "") for ids, _, _ in chunk)
+        shard_tokens = sum(len(ids) for ids, _ in tokenize(read_chunks(vals, 0, "")))
     if not shard_tokens:
         limits = [SHARD_TOKENS, sum(file.bytes for file in source.files) / 24]
         if args.limit_tokens:
@@ -128,10 +119,10 @@ def find_finished(out: Path, planned: Manifest) -> Manifest:
     """The manifest of a folder with the shards that are finished, which for a new folder are none. Raises UserError if
     the folder holds shards that were made in another way, or by another program."""
     previous = shards.read_manifest(out)
-    if previous is None:
+    if not previous:
         for path in shards.shard_files(out):
             raise UserError(f"{path} was not written by this command; choose another --out")
-    if previous is None or not previous.shards:
+    if not previous or not previous.shards:
         # From the moment the manifest exists, the shards in this folder are known to be this command's.
         shards.write_manifest(out, planned)
         return planned
@@ -200,14 +191,16 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
     for ids, file_of_ids in tokenize(chunks):
         if file_of_ids != file:
             file, position = file_of_ids, 0
-        position += min(skip, len(ids))
-        ids, skip = ids[skip:], max(0, skip - len(ids))
         while left and len(ids):
-            # What fits into this shard, and the rest.
-            part, ids = ids[: len(shard) - filled], ids[len(shard) - filled :]
+            # What is skipped, or fits into this shard, and the rest.
+            part = ids[: skip or len(shard) - filled]
+            ids = ids[len(part) :]
+            position += len(part)
+            if skip:
+                skip -= len(part)
+                continue
             shard[filled : filled + len(part)] = part
             filled += len(part)
-            position += len(part)
             if filled == len(shard):
                 yield shard, {"file": file, "token": position}
                 left -= filled
@@ -221,7 +214,7 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
         yield shard[:filled], {"file": file, "token": position}
 
 
-def make_shards(out: Path, manifest: Manifest, files: list[Path]) -> Manifest:
+def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manifest:
     """Make the shards that the manifest does not list yet. Raises UserError.
 
     files: the local ones; none of a dataset on the Hub, which are downloaded.
@@ -229,11 +222,11 @@ def make_shards(out: Path, manifest: Manifest, files: list[Path]) -> Manifest:
     # Begin with the file in which the last finished shard ends.
     first_file = manifest.shards[-1].end["file"] if manifest.shards else 0
     downloads = out / ".source"
-    paths: Iterable[Path] = files[first_file:]
+    paths: Iterable[Path] = list(files)[first_file:]
     if not files:
         paths = sources.download_in_turn(manifest.source, first_file, downloads)
     elif manifest.source.name == "shakespeare":
-        paths = write_plays(files, downloads)[first_file:]
+        paths = write_plays(paths, downloads)
 
     # A few chunks are read while others are tokenized.
     chunks = prefetch(read_chunks(paths, first_file, manifest.source.column), 4)
@@ -277,11 +270,11 @@ def main() -> None:
         source = sources.describe_hub(dataset, args.subset, args.split, args.text_column, shards.read_manifest(out))
     for file in source.files:
         find_reader(Path(file.path))
-    planned = plan_manifest(args, source, list(files))
+    planned = plan_manifest(args, source, files)
     with lock_folder(out):
         manifest = find_finished(out, planned)
         if not manifest.complete:
-            manifest = make_shards(out, manifest, list(files))
+            manifest = make_shards(out, manifest, files)
 
     tokens = sum(shard.tokens for shard in manifest.shards)
     documents = sum(shard.documents for shard in manifest.shards)

@@ -17,6 +17,7 @@ import codecs
 import json
 import sys
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,8 @@ def read_prompt(text: str) -> str:
     """The prompt that the command line gives, or that of standard input: UTF-8, without a final newline."""
     if text != "-":
         return text
-    content = sys.stdin.buffer.read().decode("utf-8-sig")  # Windows writes a mark of UTF-8 first
-    return content.replace("\r\n", "\n").removesuffix("\n")
+    sys.stdin.reconfigure(encoding="utf-8-sig")  # type: ignore[union-attr]  # Windows writes a mark of UTF-8 first
+    return sys.stdin.read().removesuffix("\n")
 
 
 # ------------------------------------------------------------------------- text out
@@ -63,18 +64,16 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
 def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> None:
     """Print all samples once they are complete or, after Ctrl-C, as far as they are. steps: at each, the next id of all
     samples. JSON escapes control codes by itself; text for a terminal is made printable."""
-    samples: list[list[int]] = []
+    columns: list[list[int]] = []
     try:
         for new_ids in steps:
-            samples = samples or [[] for _ in new_ids]
-            for sample, token in zip(samples, new_ids, strict=True):
-                if sample[-1:] != [tokenizer.EOT]:  # otherwise it has ended
-                    sample.append(token)
-            if all(sample[-1] == tokenizer.EOT for sample in samples):
+            columns.append(new_ids)
+            if all(tokenizer.EOT in sample for sample in zip(*columns, strict=True)):
                 break
     finally:
-        for number, ids in enumerate(samples, 1):
-            text = tokenizer.encoding().decode(ids).removesuffix("<|endoftext|>")
+        for number, sample in enumerate(zip(*columns, strict=True), 1):
+            ids = [*takewhile(lambda token: token != tokenizer.EOT, sample)]
+            text = tokenizer.encoding().decode(ids)
             if as_json:
                 print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
             else:
@@ -94,27 +93,35 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
 def main() -> None:
     parser = settings.ArgumentParser(__doc__)
     parser.add_argument("model", help="run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)")
-    prompt_help = "text to continue, without a space at its end: words begin with theirs; - reads standard input"
-    parser.add_argument("prompt", nargs="?", default="", help=prompt_help)
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        default="",
+        help="text to continue, without a space at its end: words begin with theirs; - reads standard input",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, help="a token is about 4 characters of English")
     parser.add_argument("--num-samples", type=int, default=1, help="texts to generate at once")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the most likely token")
     parser.add_argument("--top-k", type=int, default=50, help="sample from so many most likely tokens; 0: all")
-    top_p_help = "sample from the fewest most likely tokens whose probabilities add up to this"
-    parser.add_argument("--top-p", type=float, default=1.0, help=top_p_help)
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest whose probabilities add up to this"
+    )
     parser.add_argument("--seed", type=int, default=42, help="the same seed on the same machine gives the same text")
     parser.add_argument("--json", action="store_true", help="write one JSON object per sample")
     parser.add_argument("--device", default="auto", help="cuda or cpu; auto: cuda where there is a GPU")
-    dtypes = ("auto", "bfloat16", "float16", "float32")
-    dtype_help = "precision of the weights and the cache; auto: bfloat16 where the device has it"
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help=dtype_help)
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="precision of the weights and the cache; auto: bfloat16 where the device has it",
+    )
     args = parser.parse_intermixed_args()  # the prompt may come after flags
 
     # torch takes seconds to import, and -h needs none of it.
     import torch
 
     from model import Sampler, stream
-    from system.machine import choose_device, device_name, dtype_name, is_out_of_memory, supported_dtypes
+    from system.machine import choose_device, device_name, dtype_name, supported_dtypes
     from weights.open_model import open_and_describe
 
     # The same seed gives the same samples: nothing else draws from this generator.
@@ -151,10 +158,6 @@ def main() -> None:
             write_samples(prompt, (ids.tolist() for ids in steps), args.json)
     except FloatingPointError as e:
         raise UserError(f"{args.model} in {dtype_name(dtype)}: {e}; --dtype float32 has the widest range") from None
-    except RuntimeError as e:
-        if not is_out_of_memory(e):
-            raise
-        raise UserError(f"--num-samples {args.num_samples} does not fit in the memory of {device}; lower it") from None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import timedelta
 from typing import TextIO
 
 from system.errors import UserError
@@ -70,12 +71,12 @@ def parse_duration(text: str) -> float:
     if not text:
         return math.inf
 
-    # Each unit is optional, but the order is fixed: days, hours, minutes, seconds.
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    # Each unit is optional, but the order is fixed.
+    pattern = r"(?:(?P<days>\d+)d)?(?:(?P<hours>\d+)h)?(?:(?P<minutes>\d+)m)?(?:(?P<seconds>\d+)s?)?"
+    match = re.fullmatch(pattern, text)
     if match is None:
         raise UserError(f"--time-limit {text!r} is not a duration; write it like 3h50m, 90m or 45s")
-    d, h, m, s = (int(count or 0) for count in match.groups())
-    return ((d * 24 + h) * 60 + m) * 60 + s
+    return timedelta(**{unit: int(count) for unit, count in match.groupdict("0").items()}).total_seconds()
 
 
 def format_cost(seconds: float, gpus: int, gpu_hour_usd: float) -> str:

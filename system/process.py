@@ -68,25 +68,19 @@ def run(main: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
     except Exception as e:
-        return report(e)
+        message, status = traceback.format_exc(), "system_error"
+        if isinstance(e, OSError) and e.errno in PATH_ERRORS:
+            e = UserError(f"{e}; choose another path (for what is written: --out-dir or --out)")
+        if isinstance(e, UserError):
+            message = f"error: {e}"
+            if not isinstance(e, TransientError):
+                status = "user_error"
 
-
-def report(error: Exception) -> int:
-    """Print why this process fails, and leave it for the program that started it. Returns the exit code."""
-    message, status = traceback.format_exc(), "system_error"
-    if isinstance(error, UserError):
-        message = f"error: {error}"
-        if not isinstance(error, TransientError):
-            status = "user_error"
-    elif isinstance(error, OSError) and error.errno in PATH_ERRORS:
-        message = f"error: {error}; choose another path (for what is written: --out-dir or --out)"
-        status = "user_error"
-
-    # The status first: torchrun ends this rank as soon as another one has failed.
-    write_status(status, f"{type(error).__name__}: {error}")
-    with suppress(OSError):  # stderr may be a log on a full disk
-        print(printable(message), file=sys.stderr, flush=True)
-    return 2 if isinstance(error, UsageError) else 1
+        # The status first: torchrun ends this rank as soon as another one has failed.
+        write_status(status, f"{type(e).__name__}: {e}")
+        with suppress(OSError):  # stderr may be a log on a full disk
+            print(printable(message), file=sys.stderr, flush=True)
+        return 2 if isinstance(e, UsageError) else 1
 
 
 def write_status(status: str, reason: str = "") -> None:

@@ -20,11 +20,9 @@ import re
 import sys
 from fractions import Fraction
 from math import inf
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from system.errors import UsageError, require
-
-Config = TypeVar("Config")
 
 
 def setting(default: Any, help: str, **about: Any) -> Any:
@@ -60,8 +58,7 @@ def check_settings(config: Any) -> None:
         value = getattr(config, field.name)
         allowed = choices(field)
         if allowed:
-            names = " or ".join(map(str, allowed))
-            require(value in allowed, f"{flag(field.name)} {value!s:.99} must be {names}")
+            require(value in allowed, f"{flag(field.name)} {value!s:.99} must be {' or '.join(map(str, allowed))}")
         elif isinstance(value, int | float):
             low, high = field.metadata.get("low", 0), field.metadata.get("high", inf)
             rule = f"must be at least {low}" if high == inf else f"must lie between {low} and {high}"
@@ -74,12 +71,9 @@ def check_settings(config: Any) -> None:
 def whole_number(text: str) -> int:
     """1000, or 1e3. A float would round a large seed."""
     number = Fraction(text)
-    if number < 0 or number.denominator != 1:
+    if number.denominator != 1:
         raise ValueError
     return number.numerator
-
-
-PARSERS: dict[Any, Any] = {int: whole_number}  # of types that do not parse their values themselves
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -91,8 +85,7 @@ class ArgumentParser(argparse.ArgumentParser):
     may be spelled with underscores, and is never abbreviated."""
 
     def __init__(self, description: str | None = None, **options: Any):
-        options = {"formatter_class": HelpFormatter, "allow_abbrev": False, **options}
-        super().__init__(description=description, **options)
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see -h, or docs/coming-from.md for the flags of other programs")
@@ -128,25 +121,24 @@ def add_flags(parser: argparse.ArgumentParser, config: Any, section: str = "", h
             continue
 
         allowed = choices(field)
+        kind = type(allowed[0]) if allowed else field.type
+        parse = whole_number if kind is int else about.get("parse", kind)
         help = f"{about['help']} ({value})".replace("%", "%%")
         if isinstance(value, bool):
             help = f"{about['help']} ({'on' if value else 'off'})"
             group.add_argument(flag(name), flag_off(name), dest=name, action=Switch, nargs=0, help=help)
-        elif allowed:
-            group.add_argument(flag(name), dest=name, choices=allowed, type=type(allowed[0]), help=help)
         else:
-            parse = about.get("parse") or PARSERS.get(field.type, field.type)
-            group.add_argument(flag(name), dest=name, type=parse, metavar="VALUE", help=help)
+            group.add_argument(flag(name), dest=name, choices=allowed, type=parse, help=help)
 
 
-def change(config: Config, typed: dict[str, Any]) -> Config:
+def change(config: Any, typed: dict[str, Any]) -> Any:
     """The config with other values of the settings {"max_lr": 1e-3, "model.n_layer": 4}. Raises UserError for values
     that are not valid."""
     values = {name: value for name, value in typed.items() if "." not in name}
     network = {name.removeprefix("model."): value for name, value in typed.items() if "." in name}
     if network:
         try:
-            values["model"] = dataclasses.replace(config.model, **network)  # type: ignore[attr-defined]
+            values["model"] = dataclasses.replace(config.model, **network)
         except ValueError as e:
             raise UsageError(f"no network can be like this: {e}") from None
-    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+    return dataclasses.replace(config, **values)

@@ -1,7 +1,8 @@
 """Shards: their formats, and the manifest that describes a folder of them.
 
-    sha256 = write_shard("data/x/x_train_000001.npy", tokens)     # (n,) uint16
-    tokens = read_shard("data/x/x_train_000001.npy", sha256)
+    path = Path("data/x/x_train_000001.npy")
+    sha256 = write_shard(path, tokens)                            # (n,) uint16
+    tokens = read_shard(path, sha256)
     manifest = read_manifest("data/x")                            # None for the shards of other programs
     files = list_shards("data/x")                                 # path, split, tokens and sha256 of each
 
@@ -52,8 +53,8 @@ def map_npy(path: Path) -> np.memmap:
 def map_bin(path: Path) -> np.memmap:
     header = np.fromfile(path, "<u4", BIN_HEADER_WORDS)
     magic, version, n = header[:3].tolist()
-    is_known = magic in BIN_MAGICS and version == BIN_VERSION
-    require(is_known, f"its first words are {magic} and {version}, not llm.c's {BIN_MAGICS[0]} and {BIN_VERSION}")
+    problem = f"its first words are {magic} and {version}, not llm.c's {BIN_MAGICS[0]} and {BIN_VERSION}"
+    require(magic in BIN_MAGICS and version == BIN_VERSION, problem)
     return np.memmap(path, "<u2", "r", header.nbytes, n)
 
 
@@ -100,13 +101,12 @@ def map_shard(path: Path) -> np.memmap:
     return tokens
 
 
-def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
+def read_shard(path: Path, sha256: str | None = None) -> np.ndarray:
     """All tokens of a shard, (n_tokens,) uint16, read-only. Raises UserError if the shard is incomplete or its sha256
     is not the one given.
 
     Not memory-mapped: a mapped file that is truncated, or whose volume fails, ends the process with SIGBUS.
     """
-    path = Path(path)
     offset = map_shard(path).offset
     data = path.read_bytes()
     # A bit that flipped on disk leaves the size as it was: only the hash can tell.
@@ -117,9 +117,8 @@ def read_shard(path: str | Path, sha256: str | None = None) -> np.ndarray:
     return np.frombuffer(data, "<u2", offset=offset)
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> str:
+def write_shard(path: Path, tokens: np.ndarray) -> str:
     """Write (n,) token ids in the format of the suffix, all or nothing; returns the sha256 of the file."""
-    path = Path(path)
     write = FORMATS[path.suffix].write
     with atomic_write(path) as f:
         write(f, tokens.astype("<u2", copy=False))
@@ -184,9 +183,9 @@ class Manifest:
     version: int = VERSION
 
 
-def write_manifest(data_dir: str | Path, manifest: Manifest) -> None:
+def write_manifest(data_dir: Path, manifest: Manifest) -> None:
     """Write the manifest of a folder, all or nothing."""
-    with atomic_write(Path(data_dir) / MANIFEST) as f:
+    with atomic_write(data_dir / MANIFEST) as f:
         # Not indented: that takes a second for the names of 50,000 files, at each shard.
         f.write(json.dumps(manifest, default=vars).encode() + b"\n")
 
@@ -201,8 +200,7 @@ def read_manifest(data_dir: str | Path) -> Manifest | None:
     # A missing or unknown field is an error of the dataclass.
     with explain_errors(problem, fix, ValueError, KeyError, TypeError):
         raw = json.loads(path.read_bytes())
-        found = raw["version"], raw["tokenizer"]
-        require(found == (VERSION, "gpt2"), f"its version is {found[0]} with {found[1]}, not {VERSION} with gpt2")
+        require((raw["version"], raw["tokenizer"]) == (VERSION, "gpt2"), "its version or tokenizer is another one")
         files = [SourceFile(**file) for file in raw["source"]["files"]]
         source = Source(**{**raw["source"], "files": files})
         manifest = Manifest(**{**raw, "source": source, "shards": [Shard(**shard) for shard in raw["shards"]]})
@@ -234,11 +232,11 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     for path in filter(Path.is_file, data_dir.iterdir()):
         match = SHARD_NAME.fullmatch(path.name)
         if match:
-            numbered.append((match["name"], int(match["index"] or 0), path.name))
+            numbered.append((match["name"], int(match["index"] or 0), path))
         # If such a file were left out, nothing would say that the data are fewer. A hidden one is unfinished.
-        is_other = not match and re.fullmatch(r"[^.].*_(train|val)_[0-9]+\..+", path.name)
-        require(not is_other, f"{path} is named like a shard, but only {SUFFIXES} are read; convert it or move it away")
-    return [data_dir / file for _, _, file in sorted(numbered)]
+        elif re.fullmatch(r"[^.].*_(train|val)_[0-9]+\..+", path.name):
+            raise UserError(f"{path} is named like a shard, but only {SUFFIXES} are read; convert it or move it away")
+    return [path for _, _, path in sorted(numbered)]
 
 
 def list_shards(data_dir: str | Path) -> list[ShardFile]:

