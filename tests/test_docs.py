@@ -1,7 +1,6 @@
 """README.md and docs/: what they name exists, their commands are understood, their links lead somewhere."""
 
 import argparse
-import csv
 import re
 import runpy
 import shlex
@@ -167,22 +166,19 @@ def test_links_between_pages_lead_somewhere(name):
 def test_the_lines_that_convert_to_jsonl_lose_nothing(tmp_path):
     """Of Excel's UTF-8, an article with line breaks that is longer than csv's limit; of code, a file of another
     encoding. What fails writes nothing, so that no part is taken for the whole."""
+    article, converted = "two\r\nlines, " * 12_000, tmp_path / "my.jsonl"
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my/b.c").write_bytes(b"// caf\xe9")
+    (tmp_path / "my.csv").write_bytes(f'\ufefftext\r\nfirst\r\n"{article}"\r\n'.encode())
+
     lines = [line.strip() for line in PAGES["docs/data.md"].splitlines() if line.endswith("> my.jsonl")]
-    texts = ["first", 'two\r\nlines, "quoted" ' * 9000, "last"]
-    with open(tmp_path / "my.csv", "w", newline="", encoding="utf-8-sig") as file:
-        csv.writer(file).writerows([["text"], *([text] for text in texts)])
-    (tmp_path / "my/sub").mkdir(parents=True)
-    (tmp_path / "my/a.c").write_text("int a;\n")
-    (tmp_path / "my/sub/b.c").write_bytes(b"// caf\xe9")
-
-    for line, expected in zip(lines, [texts, ["int a;\n", "// caf\ufffd"]], strict=True):
-        line = line.replace("python", shlex.quote(sys.executable), 1)
-        subprocess.run(line, shell=True, check=True, cwd=tmp_path)
-        assert read_documents(tmp_path / "my.jsonl") == expected
-
+    csv_line, code_line = (line.replace("python", sys.executable, 1) for line in lines)
+    for line, expected in (csv_line, ["first", article]), (code_line, ["// caf\ufffd"]):
+        subprocess.run(line, shell=True, cwd=tmp_path)
+        assert read_documents(converted) == expected
     (tmp_path / "my.csv").write_bytes(b"text\none\ncaf\xe9\n")
-    subprocess.run(lines[0].replace("python", sys.executable, 1), shell=True, cwd=tmp_path)
-    assert not (tmp_path / "my.jsonl").read_bytes()
+    subprocess.run(csv_line, shell=True, cwd=tmp_path)
+    assert not converted.read_bytes()
 
 
 def test_the_loop_over_prompts_runs(tmp_path, capsys):

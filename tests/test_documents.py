@@ -79,7 +79,7 @@ def make_ids(*ids) -> bytes:
     ("a.parquet", make_parquet([b"one", b"caf\xe9"]), "row 2"),
     ("a.bin", make_ids(50258, 300), "50258"),
     ("a.bin", make_ids(*range(65)), "input.txt"),
-    *((f"a{suffix}", b"<p>text</p>", suffix) for suffix in (".html", ".json", ".bin.gz", "")),
+    ("a.bin.gz", b"", ".bin.gz"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, name, content, named):
     (tmp_path / name).write_bytes(content)
@@ -96,26 +96,11 @@ def test_an_error_of_a_reader_itself_is_not_the_files(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------- tables
 
 
-def test_every_type_of_parquet_that_is_text(tmp_path):
-    texts = ["one", None, "è"]
-    values = [pa.array(texts).dictionary_encode(), pa.array(texts, pa.binary()), pa.array(texts, pa.string_view())]
-    pq.write_table(pa.table(values, list("abc")), tmp_path / "a.parquet")
-    for column in "abc":
-        assert read_documents(tmp_path / "a.parquet", column=column) == ["one", "è"]
-
-
 def test_lines_of_json_arrive_as_they_stand(tmp_path):
     texts = ["2020-01-01", "NA", "  two\nlines ", "\u2028 and \x85", " "]
     lines = [json.dumps({"body": text}, ensure_ascii=False) for text in texts]
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + "\n\n".join(lines).encode())
     assert read_documents(tmp_path / "a.jsonl", column="body") == texts
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_row_without_text_is_no_document(tmp_path, capsys, suffix):
-    path = write_documents(tmp_path / f"a{suffix}", ["one", "", None, " ", "", "two"])
-    assert read_documents(path, path) == ["one", " ", "two"] * 2
-    assert "6" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------- text

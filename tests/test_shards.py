@@ -33,7 +33,7 @@ def make_bin(*first_words):
 TOKENS = (np.arange(70_000) % 50257).astype(np.uint16)
 NPY = make_npy(TOKENS)
 KNOWN = {".npy": NPY, ".bin": make_bin(20240520, 1, 70_000)}  # as numpy and llm.c write them
-OTHERS = make_bin(20250211, 1, 70_000)  # DDP-BASEMODEL-TRAIN's
+OTHERS = {".bin": make_bin(20250211, 1, 70_000)}  # of DDP-BASEMODEL-TRAIN, one of whose names has no number
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -42,17 +42,12 @@ def test_every_format_reads_what_it_writes(tmp_path, suffix):
     sha256 = shards.write_shard(path, TOKENS.astype(np.int64))
     content = path.read_bytes()
     assert content == KNOWN.get(suffix, content) and sha256 == hashlib.sha256(content).hexdigest()
-    read = shards.read_shard(path, sha256)
-    assert read.dtype == np.uint16 and np.array_equal(read, TOKENS)
-
-
-def test_shards_of_another_program_are_listed_and_read(tmp_path):
-    """Under its names: of one shard, without a number."""
-    for name in ("tiny_shakespeare_train.bin", "edu_fineweb_val_000000.bin"):
-        (tmp_path / name).write_bytes(OTHERS)
-    for split in ("train", "val"):
-        (file,) = shards.find_shards(tmp_path, split)
-        assert np.array_equal(shards.read_shard(file.path), TOKENS) and file.tokens == len(TOKENS)
+    other = tmp_path / f"tiny_val{suffix}"
+    other.write_bytes(OTHERS.get(suffix, content))
+    for split, file in ("train", path), ("val", other):
+        read = shards.read_shard(file)
+        assert read.dtype == np.uint16 and np.array_equal(read, TOKENS)
+        assert shards.find_shards(tmp_path, split) == [(file, split, len(TOKENS), None)]
 
 
 @pytest.mark.parametrize("name, content, value", [
@@ -66,7 +61,6 @@ def test_shards_of_another_program_are_listed_and_read(tmp_path):
     ("magic.bin", make_bin(20240801, 1, 70_000), "20240801"),
     ("version.bin", make_bin(20240520, 7, 70_000), "7"),
     ("more.bin", make_bin(20240520, 1, 69_999), "69,999"),
-    ("negative.bin", make_bin(20240520, 1, -70_000), ""),
     ("page.bin", b"<!doctype html>", ""),
 ])  # fmt: skip
 def test_a_bad_shard_is_named(tmp_path, name, content, value):
@@ -95,7 +89,7 @@ def test_shards_are_sorted_by_number_and_other_files_left_out(tmp_path):
     assert [file.path.name for file in shards.find_shards(str(tmp_path), "val")] == ["x_val_000000.npy"]
 
 
-@pytest.mark.parametrize("name, named", [("t", "toy_val_000000"), ("empty", "train"), ("none", "--out")])
+@pytest.mark.parametrize("name, named", [("t", "toy_val_000000"), ("empty", "train")])
 def test_a_folder_that_is_missing_or_misses_shards_is_named(tmp_path, name, named):
     (make_shards(tmp_path / "t", size=100) / "toy_val_000000.npy").unlink()
     (tmp_path / "empty").mkdir()
@@ -104,17 +98,15 @@ def test_a_folder_that_is_missing_or_misses_shards_is_named(tmp_path, name, name
 
 
 @pytest.mark.parametrize("name, named", [
-    ("toy_train_000001.bin", MANIFEST), ("toy_train_000003.npy.gz", r"\.npy or \.bin"), ("toy_val_0.x", r"\.npy or"),
+    ("toy_train_000001.bin", MANIFEST), ("toy_train_000003.npy.gz", r"\.npy or \.bin"),
 ])  # fmt: skip
 def test_a_shard_that_would_be_left_out_is_named(tmp_path, name, named):
-    """It is not in the manifest, or has the suffix of no format; none is written with such a suffix."""
+    """It is not in the manifest, or has the suffix of no format."""
     folder = make_shards(tmp_path / "t", size=100)
     shards.write_shard(folder / "toy_train_000001.bin", TOKENS)
     (folder / "toy_train_000001.bin").rename(folder / name)
     with pytest.raises(UserError, match=f"{folder / name}.*{named}"):
         shards.find_shards(folder, "train")
-    with pytest.raises(KeyError):
-        shards.write_shard(folder / "x.x", TOKENS)
 
 
 def test_fingerprint_changes_with_the_data_only(tmp_path):
@@ -141,14 +133,14 @@ def test_fingerprint_changes_with_the_data_only(tmp_path):
 
 @pytest.mark.parametrize("of, key, values", [
     ("manifest", "extra", [1]),
-    ("manifest", "version", [1, 3]),
-    ("manifest", "source", [None, {}, {"name": "x", "files": [{}]}]),
-    ("manifest", "shards", [None, [None]]),
+    ("manifest", "version", [3]),
+    ("manifest", "source", [{}, {"name": "x", "files": [{}]}]),
+    ("manifest", "shards", [[None]]),
     ("manifest", "tokenizer", ["gpt4"]),
     # Names that lead elsewhere; hashes that are none.
-    ("shard", "file", ["../x_train_000001.npy", "/x_train_000001.npy", "a\\x_train_000001.npy", "manifest.json", None,
+    ("shard", "file", ["../x_train_000001.npy", "a\\x_train_000001.npy", "manifest.json", None,
                        "x_train_000001.npy\n", "\x1bx_train_000001.npy"]),
-    ("shard", "sha256", ["", "0" * 63, "g" * 64, None]),
+    ("shard", "sha256", ["0" * 63, "g" * 64, None]),
 ])  # fmt: skip
 def test_hostile_manifests_are_refused(tmp_path, of, key, values):
     folder = make_shards(tmp_path / "t", size=1000)
