@@ -160,6 +160,8 @@ def test_a_spike_does_not_squash_the_rest(draw, tmp_path):
     panels, _ = draw(write_run(tmp_path / "short", 80))
     low, high = panels["Loss"].get_ylim()
     assert low < loss_at(79) and loss_at(0) + 0.05 < high < 12
+    assert panels["HellaSwag"].get_ylim()[1] > plots.OPENAI_124M["hellaswag_acc_norm"]
+    assert draw(run, tmp_path / "short")[0]["Loss"].get_ylim()[1] < 9
 
 
 def test_a_run_that_diverged_does_not_squash_the_others(draw, tmp_path):
