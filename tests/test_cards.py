@@ -1,7 +1,6 @@
 """GPUs by their data sheets: found as people write them, and as the driver names them."""
 
 import pytest
-import torch
 from helpers import CPU
 
 from system import cards
@@ -12,40 +11,34 @@ from system.errors import UserError
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312,
     "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
     "Tesla V100-SXM2-32GB": 125,
     "NVIDIA GeForce RTX 2080 Ti": 56.9,
+    "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2,
     "NVIDIA B300 SXM6 AC": 2250,
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": 503.8,
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
     "NVIDIA H800 PCIe": None,
-    "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
 }
 
 
 @pytest.mark.parametrize("driver_name, tflops", PEAKS.items())
-def test_a_peak_is_the_data_sheets_or_unknown(monkeypatch, driver_name, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: driver_name)
-    peak = cards.peak_flops(torch.device("cuda", 0))
-    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
-
-
-@pytest.mark.parametrize("other, total", [(3e12, 4e12), (None, None)])
-def test_the_peaks_of_all_ranks_add_up(monkeypatch, other, total):
-    monkeypatch.setattr(Runtime, "gather", lambda self, peak: [1e12, other])
-    assert cards.total_peak_flops(CPU) == total
+def test_the_peaks_of_all_ranks_add_up_unless_one_is_unknown(monkeypatch, driver_name, tflops):
+    monkeypatch.setattr(Runtime, "gather", lambda rt, name: ["NVIDIA H100 PCIe", driver_name])
+    assert cards.total_peak_flops(CPU) == (tflops and pytest.approx((756 + tflops) * 1e12))
 
 
 @pytest.mark.parametrize("text, names", [
     ("2 x NVIDIA H100 80GB HBM3", ["H100", "H100"]), ("A100-40GB", ["A100-40GB"]), ("h100-pcie", ["H100 PCIe"]),
     ("rtx a6000", ["A6000"]), ("2080Ti+2x3090", ["RTX 2080 Ti", "RTX 3090", "RTX 3090"]),
+    ("3090ti+4080 super", ["RTX 3090 Ti", "RTX 4080 SUPER"]),
 ])  # fmt: skip
 def test_cards_are_found_as_people_write_them(text, names):
     assert cards.find_cards(text) == names
 
 
-@pytest.mark.parametrize("text", ["MI250X", "0xH100", "8x", "3090 Ti", "A100-20GB", "3090+", ""])
+@pytest.mark.parametrize("text", ["MI250X", "0xH100", "8x", "3050 Ti", "A100-20GB", "3090+", ""])
 def test_an_unknown_card_is_refused_with_the_known(text):
-    with pytest.raises(UserError, match=r"H100 PCIe.*RTX 2080 Ti"):
+    with pytest.raises(UserError, match=r"H100 PCIe.*RTX 2080 Ti.*--dry-run"):
         cards.find_cards(text)
