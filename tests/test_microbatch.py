@@ -13,14 +13,14 @@ from system.errors import UserError
 from training import microbatch
 from training.presets import PRESETS
 
-GPU = replace(CPU, device=torch.device("cuda", 0))
+GPU, MAC = (replace(CPU, device=torch.device(name)) for name in ("cuda:0", "mps"))
 UNCOMPILED = Mock(compiles=False)  # a forward pass
 
 
 class Card:
     """A GPU of 80 GiB, whose memory takes micro-batches of up to 5 sequences."""
 
-    limit = 5
+    limit, gib = 5, 80
 
     def __init__(self):
         self.tried = []  # micro-batches
@@ -35,10 +35,10 @@ class Card:
         self.ballasts.append(size / 2**30)
         return torch.zeros(1)
 
-    def choose(self, sequences=512, rt=GPU, micro_batch_size="auto"):
+    def choose(self, sequences=512, rt=GPU, loss=UNCOMPILED, **settings):
         """The micro-batch for steps of `sequences`."""
-        size = {"total_batch_size": 1024 * sequences, "micro_batch_size": micro_batch_size}
-        return microbatch.choose_micro_batch_size(replace(PRESETS["gpt2-124m"], **size), rt, UNCOMPILED, 2**30, 10)
+        cfg = replace(PRESETS["gpt2-124m"], total_batch_size=1024 * sequences, **settings)
+        return microbatch.choose_micro_batch_size(cfg, rt, loss, 2**30, 10)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def card(monkeypatch):
     monkeypatch.setattr(microbatch.gc, "collect", lambda: None)  # of all that the tests have imported: it takes long
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, card.gib * 2**30))
     monkeypatch.setattr(torch, "empty", card.allocate)
     monkeypatch.setattr(microbatch, "run_passes", card.run_passes)
     return card
@@ -63,11 +63,16 @@ def test_auto_halves_until_a_size_fits(card, sequences, tried):
         card.choose(sequences)
 
 
-def test_the_ballast_covers_later_allocations(card, monkeypatch):
+@pytest.mark.parametrize("gib, first, recomputing", [(80, 64, 64), (16, 32, 64), (11, 16, 64), (2, 1, 1)])
+def test_sizes_that_cannot_fit_are_not_compiled(card, gib, first, recomputing):
+    card.gib, card.limit = gib, 64
+    assert (card.choose(), card.choose(recompute=True)) == (first, recomputing)
+
+
+def test_the_ballast_covers_later_allocations(card):
     """The gibibyte that training allocates later, and 4 percent of the card, but at least one gibibyte."""
-    card.choose(1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 8 * 2**30))
-    card.choose(1)
+    for card.gib in 80, 8:
+        card.choose(1)
     assert card.ballasts == pytest.approx([1 + 0.04 * 80, 1 + 1])
 
 
@@ -80,15 +85,17 @@ def test_a_size_that_was_asked_for_is_tried_before_training(card):
 
 def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
     """On the other rank only one sequence fits; both try the same sizes."""
-    others = iter([microbatch.OUT_OF_MEMORY, microbatch.OUT_OF_MEMORY, ""])
+    others = iter([2**36, microbatch.OUT_OF_MEMORY, microbatch.OUT_OF_MEMORY, ""])
     monkeypatch.setattr(type(GPU), "gather", lambda rt, value: [value, next(others)])
     assert card.choose(12, replace(GPU, world_size=2)) == 1
     assert card.tried == [6, 3, 1]
 
 
 @pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
-def test_a_cpu_takes_a_size_that_surely_fits(preset, B):
-    assert microbatch.choose_micro_batch_size(PRESETS[preset], CPU, UNCOMPILED, 0, 10) == B
+def test_a_cpu_and_a_mac_take_a_size_that_surely_fits(card, preset, B):
+    card.limit = 16
+    for rt in CPU, MAC:
+        assert microbatch.choose_micro_batch_size(PRESETS[preset], rt, UNCOMPILED, 0, 10) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
@@ -99,6 +106,20 @@ def test_only_a_lack_of_memory_is_taken_for_one():
 
 
 # ------------------------------------------------------------------------- the compiler
+
+
+@pytest.mark.parametrize("is_compilers, error", [(True, UserError), (False, RuntimeError)])
+def test_a_compiler_that_fails_on_a_gpu_is_an_error(monkeypatch, card, is_compilers, error):
+    """Of the user, who may go on without; what fails without the compiler, too, is a crash."""
+
+    def run_passes(cfg, rt, loss, B):
+        if loss.compiles or not is_compilers:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(microbatch, "run_passes", run_passes)
+    with pytest.raises(error, match="Failed to find C compiler") as found:
+        card.choose(loss=Mock(compiles=True))
+    assert is_compilers == all(word in str(found.value) for word in ("gcc python3.", "--no-compile"))
 
 
 def take_rank_1_its_compiler() -> None:

@@ -5,6 +5,7 @@ all that is compiled.
 """
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ import torch
 
 from system import machine
 from system.distributed import Runtime
-from system.errors import UserError
+from system.errors import UserError, require
 from system.printing import print0
 from training.config import TrainConfig
 from training.loader import to_device
@@ -21,12 +22,12 @@ from training.schedule import common_batch
 
 MAX_AUTO_SEQUENCES = 64
 
-# The memory that `auto` leaves free beyond what a step takes, for NCCL's buffers, kernels that are loaded later,
-# HellaSwag and fragmentation: at least this many bytes, and at least this fraction of the card.
-MIN_BALLAST_BYTES = 2**30
-BALLAST_FRACTION = 0.04
-
 MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model, or a larger card"
+
+COMPILER_FIX = (
+    f"it needs a C compiler and Python's headers: sudo apt-get install gcc python3.{sys.version_info.minor}-dev; "
+    "--no-compile goes on without, and takes 1.45 times as long"
+)
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -37,29 +38,33 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, loss: Loss, reserved_
     reserved_bytes: what the first update allocates on this rank, the optimizers' state. Raises UserError if the batch
     does not divide evenly, or if not even one sequence fits. Every rank must call it.
     """
-    divisors = divisors_of_share(cfg, rt.world_size, max_steps)
-    T = cfg.sequence_length
-    if cfg.micro_batch_size != "auto":
-        sizes = [cfg.micro_batch_size]
-    elif rt.device.type == "cpu":
-        # Running out of memory raises no useful error, so sizes cannot be tried. Take the largest whose activations in
-        # the blocks, about 80 bytes per channel, stay under 3 GB.
-        channels = T * cfg.model.n_layer * cfg.model.n_embd
-        sizes = [next((B for B in divisors if B <= MAX_AUTO_SEQUENCES and B * channels <= 2**25), 1)]
+    sizes = divisors_of_share(cfg, rt.world_size, max_steps)
+    asked = cfg.micro_batch_size
+    channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
+    limit, ballast = MAX_AUTO_SEQUENCES, reserved_bytes
+    if asked != "auto":
+        sizes, limit = [asked], asked
+    elif rt.device.type == "cuda":
+        # Leave memory free beyond what a step takes, for NCCL's buffers, kernels that are loaded later, HellaSwag and
+        # fragmentation: 4% of the card, but at least a gibibyte. The smallest card decides.
+        card_bytes = min(rt.gather(torch.cuda.mem_get_info(rt.device)[1]))
+        ballast += max(2**30, card_bytes // 25)
+        # A try compiles, which takes a minute: none is of a size whose activations alone do not fit. Compiled, in
+        # bfloat16, the backward pass needs 34 bytes per channel; with --recompute the input of each block, at least 2.
+        limit = min(limit, (card_bytes - ballast) // (channels * (2 if cfg.recompute else 34)))
     else:
-        # More sequences at once are faster. Each try compiles, so each size is at most half of the one before.
-        sizes = []
-        for B in divisors:
-            if B <= MAX_AUTO_SEQUENCES and (not sizes or 2 * B <= sizes[-1]):
-                sizes.append(B)
+        # Running out of memory raises no useful error. The activations in the blocks, here about 80 bytes per channel,
+        # stay under 3 GB.
+        limit = min(limit, 2**25 // channels)
 
+    # More sequences at once are faster. Each size that is tried is at most half of the one before.
     for B in sizes:
-        ballast = reserved_bytes
-        if cfg.micro_batch_size == "auto" and rt.device.type == "cuda":
-            ballast += max(MIN_BALLAST_BYTES, int(BALLAST_FRACTION * torch.cuda.mem_get_info(rt.device)[1]))
-        if rehearse(cfg, rt, loss, B, ballast):
-            return B
-    raise UserError(f"out of memory with {B} x {T} tokens at once; lower --micro-batch-size, or {MEMORY_FIX}")
+        if B <= limit or B == 1:
+            if rehearse(cfg, rt, loss, B, ballast):
+                return B
+            limit = B // 2
+    tokens = f"{B} x {cfg.sequence_length} tokens"
+    raise UserError(f"out of memory with {tokens} at once; lower --micro-batch-size, or {MEMORY_FIX}")
 
 
 def divisors_of_share(cfg: TrainConfig, world_size: int, max_steps: int) -> list[int]:
@@ -84,7 +89,7 @@ def divisors_of_share(cfg: TrainConfig, world_size: int, max_steps: int) -> list
 
 def rehearse(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) -> bool:
     """Whether micro-batches of B sequences fit in the memory of every rank. If the compiler fails on one, all ranks go
-    on uncompiled. Every rank must call it.
+    on uncompiled; on GPUs that is a UserError, because every hour of the run would cost more. Every rank must call it.
 
     Found out in the first step, a lack of memory or of a compiler would look like a crash, which is restarted.
     """
@@ -95,9 +100,12 @@ def rehearse(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) ->
     problems = rt.gather(try_passes(cfg, rt, loss, B, ballast))
     failures = [problem for problem in problems if problem not in ("", OUT_OF_MEMORY)]
     if failures:
+        # What fails without the compiler, too, such as the card, is raised here.
         loss.compiles = False
+        fits = rehearse(cfg, rt, loss, B, ballast)
+        require(rt.device.type != "cuda", f"torch.compile fails ({failures[0]}); {COMPILER_FIX}")
         print0(f"training without torch.compile, several times slower: {failures[0]}")
-        problems = rt.gather(try_passes(cfg, rt, loss, B, ballast))
+        return fits
     return not any(problems)
 
 
@@ -108,19 +116,21 @@ def try_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) 
     reserved = None
     problem = ""
     try:
-        if rt.device.type == "cuda":
-            reserved = torch.empty(ballast, dtype=torch.uint8, device=rt.device)
+        reserved = torch.empty(ballast, dtype=torch.uint8, device=rt.device)
         run_passes(cfg, rt, loss, B)
     except Exception as e:
         if machine.is_out_of_memory(e):
             problem = OUT_OF_MEMORY
         elif loss.compiles:
-            problem = describe_compiler_error(e)
+            # What a compiler of C++ or C has called an error, else the beginning of what torch says.
+            lines = f"{type(e).__name__}: {e}".splitlines()
+            errors = [line for line in lines if "error:" in line]
+            problem = f"{' '.join(errors[:1] or lines[:2]):.200}"
         else:
             raise
 
     # Here the exception and its frames are freed, so all memory of this attempt can be released.
-    loss.zero_grad(set_to_none=True)
+    loss.zero_grad()
     del reserved
     if rt.device.type == "cuda":
         gc.collect()
@@ -142,13 +152,6 @@ def run_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int) -> None:
             loss(x, y)
 
 
-def describe_compiler_error(error: Exception) -> str:
-    """One line: what a compiler of C++ or C has called an error, else the beginning of what torch says."""
-    lines = f"{type(error).__name__}: {error}".split("\n\nSet TORCH")[0].splitlines()
-    errors = [line for line in lines if "error:" in line]
-    return f"{' '.join(errors[:1] or lines[:2]):.200}"
-
-
 @contextmanager
 def explain_out_of_memory(rt: Runtime) -> Iterator[None]:
     """Turn an error that would come again with the same settings into one line that says what to do."""
@@ -157,6 +160,5 @@ def explain_out_of_memory(rt: Runtime) -> Iterator[None]:
     except RuntimeError as e:
         if not machine.is_out_of_memory(e):
             raise
-        where = f"rank {rt.rank} ({machine.device_name(rt.device)})"
-        reason = f"{str(e).strip().splitlines()[0]:.160}"
-        raise UserError(f"out of memory on {where}: {reason}; lower --micro-batch-size, or {MEMORY_FIX}") from None
+        problem = f"out of memory on rank {rt.rank}: {e!s:.160}"
+        raise UserError(f"{problem}; lower --micro-batch-size, or {MEMORY_FIX}") from None
