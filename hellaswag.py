@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(HELLASWAG_DATA), help="rows to download to, or to score")
     parser.add_argument("--limit", type=int, default=0, help="score only this many rows from the start; 0: all")
     parser.add_argument("--per-example", type=Path, metavar="FILE", help="write each row's losses to this .jsonl file")
-    parser.add_argument("-d", "--device", default="auto", help="cuda or cpu; auto: cuda where there is a GPU")
+    parser.add_argument("-d", "--device", default="auto", help="cuda, mps or cpu; auto: the GPU where there is one")
     dtypes = ("auto", "bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="precision of the matrix products")
     parser.add_argument("--url", default=URL, help="where the rows are downloaded from")

@@ -108,7 +108,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=42, help="the same seed on the same machine gives the same text")
     parser.add_argument("--json", action="store_true", help="write one JSON object per sample")
-    parser.add_argument("--device", default="auto", help="cuda or cpu; auto: cuda where there is a GPU")
+    parser.add_argument("--device", default="auto", help="cuda, mps or cpu; auto: the GPU where there is one")
     parser.add_argument(
         "--dtype",
         choices=("auto", "bfloat16", "float16", "float32"),

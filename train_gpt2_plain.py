@@ -238,7 +238,10 @@ def train(cfg: Config) -> None:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, for the products that are left in float32
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+    elif torch.backends.mps.is_available() and torch.__version__ >= "2.14" and world_size == 1:
+        device = torch.device("mps")  # a Mac's; before torch 2.14 some get the head's gradient wrong
+    is_bfloat16 = cfg.dtype == "bfloat16" and device.type != "mps"
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16)
 
     # The network. Its weights are drawn on the CPU and then moved, so a seed means the same weights on any device.
     torch.manual_seed(cfg.seed)

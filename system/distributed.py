@@ -34,9 +34,7 @@ from system import machine
 from system.errors import TransientError, UserError, require
 from system.printing import env_number, env_rank
 
-# How long ranks wait for each other's tensors, and for each other's objects: reading a checkpoint from a slow network
-# volume takes minutes.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# How long ranks wait for each other's objects: reading a checkpoint from a slow network volume takes minutes.
 SLOW_TIMEOUT = timedelta(hours=2)
 
 
@@ -61,12 +59,14 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait until the device has finished its queued work, so a clock read afterwards is accurate."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` in place over all ranks and return it. Every rank must call it."""
+        """The sum of `tensor` over all ranks: with several, on the device, and in place if it is there. Every rank must
+        call it."""
         if self.world_size > 1:
+            tensor = tensor.to(self.device)
             dist.all_reduce(tensor)
         return tensor
 
@@ -109,7 +109,7 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     """Yield this process's Runtime, in float32 until a precision is chosen. Under torchrun join the other ranks, and
     leave them at the end.
 
-    device: auto, cpu, cuda or, for a single process, cuda:N. Raises UserError if it is not available.
+    device: auto, cpu, cuda or, for a single process, mps or cuda:N. Raises UserError if it is not available.
     settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
     or their version of torch or the code are refused.
     """
@@ -124,7 +124,7 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     is_cuda = rt.device.type == "cuda"
     if is_cuda:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    else:
+    elif rt.device.type == "cpu":
         # Bit-identical results; on a CPU they cost nothing measurable.
         torch.use_deterministic_algorithms(True)
         # A debugging aid that writes new tensors twice.
@@ -137,7 +137,7 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
 
     # The ranks meet at the address that torchrun's environment gives.
     backend = "nccl" if is_cuda else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=rt.device if is_cuda else None)
+    dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=rt.device if is_cuda else None)
     slow_group = dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
     rt = replace(rt, rank=env_rank(), world_size=world_size, slow_group=slow_group)
     facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
@@ -155,9 +155,10 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
     All ranks must agree, because gradients of different precisions must not be averaged. Raises UserError if a GPU
     lacks the one of --dtype. Every rank must call it.
     """
-    # What every rank has, the preferred first. A CPU computes in anything, if slowly.
-    names_of_ranks = rt.gather([machine.dtype_name(dtype) for dtype in machine.supported_dtypes(rt.device)])
-    usable = [name for name in names_of_ranks[0] if all(name in names for names in names_of_ranks)]
+    # What every rank has, the preferred first: of one kind of device, the rank that has the fewest has no others. A CPU
+    # computes in anything, if slowly.
+    names = [machine.dtype_name(dtype) for dtype in machine.supported_dtypes(rt.device)]
+    usable = min(rt.gather(names), key=len)
 
     chosen = usable[0]
     if dtype_flag != "auto":
@@ -182,10 +183,10 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     found = []
     for t in tensors:
         bits = t.detach().contiguous().view(-1).view(torch.int32 if t.element_size() >= 4 else torch.uint8)
-        # The sums of all rows and of all columns, each times its number. Integers wrap around, and are exact.
-        rows, rest = bits[: len(bits) // 4096 * 4096].view(-1, 4096), bits[len(bits) // 4096 * 4096 :]
-        for sums in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest.to(torch.int64)):
-            found.append(int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()))
+        # The sum of all elements, each times its number, a part at a time, which takes little memory. Integers wrap
+        # around, and are exact.
+        for part in bits.split(2**22):
+            found.append(int((part * torch.arange(1, len(part) + 1, device=part.device)).sum()))
     return crc32(repr(found).encode())
 
 

@@ -1,6 +1,6 @@
 """The machine a script runs on: its device, its precision, its memory, the versions of its software.
 
-    device = choose_device("auto", local_rank=0)      # cuda:0 or cpu
+    device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
     print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
 
 Importing this imports torch, so process.set_omp_wait_policy must have run before.
@@ -25,7 +25,8 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
-from system.errors import UserError
+from system.errors import UserError, require
+from system.printing import env_number
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,16 +43,25 @@ CUDA_FIX = (
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """The device of that name: cpu, cuda, cuda:N, or auto, which is cuda where there is an NVIDIA GPU. A rank gets the
-    GPU of its `local_rank`. Raises UserError if there is no such device, or if torch cannot use a GPU that is there:
-    the run would take days on the CPU while the GPU is billed."""
-    match = re.fullmatch("auto|cpu|cuda(?::([0-9]+))?", name)
+    """The device of that name: cpu, mps, cuda, cuda:N, or auto, which is cuda where there is an NVIDIA GPU, else mps on
+    a Mac that has it. A rank gets the GPU of its `local_rank`. Raises UserError if there is no such device, or if torch
+    cannot use a GPU that is there: the run would take days on the CPU while the GPU is billed."""
+    match = re.fullmatch("auto|cpu|mps|cuda(?::([0-9]+))?", name)
     if match is None:
-        raise UserError(f"--device {name} must be auto, cpu, cuda or, as in cuda:1, one GPU")
+        raise UserError(f"--device {name} must be auto, cpu, mps, cuda or, as in cuda:1, one GPU")
+
+    # No process group sends tensors of mps. Before torch 2.14, M1 and M2 get products wrong that sum over more than
+    # 32,768 numbers, as the gradient of GPT-2's head does, without a word (pytorch#177116, #183535).
+    has_mps = torch.backends.mps.is_available() and torch.__version__ >= "2.14" and env_number("WORLD_SIZE", 1) == 1
+    rule = "--device mps is for one process, on a Mac, by torch 2.14 or newer; use --device cpu"
+    require(name != "mps" or has_mps, rule)
+
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     has_gpu = torch.cuda.is_available() or (not is_hidden and any(glob(pattern) for pattern in NVIDIA_FILES))
-    if name == "cpu" or (name == "auto" and not has_gpu):
-        return torch.device("cpu")
+    if name == "auto" and not has_gpu:
+        name = "mps" if has_mps else "cpu"
+    if name in ("cpu", "mps"):
+        return torch.device(name)
 
     device = torch.device("cuda", int(match[1] or local_rank))
     try:
@@ -73,6 +83,11 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} ({torch.get_num_threads()} threads)"
 
 
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile is for this device. Its kernels for mps have been wrong without a word (pytorch#170360)."""
+    return device.type != "mps"
+
+
 # ------------------------------------------------------------------------- precision
 
 MIN_BFLOAT16_SPEEDUP = 1.25  # on a CPU: below this, casting to bfloat16 and back costs as much as it saves
@@ -83,14 +98,6 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
-def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; emulated, it is slower than float32."""
-    # The flags avx512_bf16, amx_bf16 and, of Arm, bf16. Only Linux lists them in a file; elsewhere float32 is used.
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "bf16" in cpuinfo.read_text()
-
-
 def supported_dtypes(device: torch.device) -> list[torch.dtype]:
     """What the device multiplies in hardware, the preferred first. float16 needs a loss scale in training, so it is
     preferred only on GPUs that lack bfloat16, those before Ampere (sm_80)."""
@@ -98,7 +105,10 @@ def supported_dtypes(device: torch.device) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]
     if device.type == "cuda":
         return [torch.float16, torch.float32]
-    if device.type == "cpu" and cpu_has_bfloat16():
+    # A CPU's flags avx512_bf16, amx_bf16 and, of Arm, bf16: emulated, bfloat16 is slower than float32. Only Linux lists
+    # them in a file.
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.type == "cpu" and cpuinfo.exists() and "bf16" in cpuinfo.read_text():
         return [torch.bfloat16, torch.float32]
     return [torch.float32]
 
@@ -150,9 +160,11 @@ def use_expandable_segments() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes on the device (CUDA), or the peak resident bytes of this process elsewhere."""
+    """Peak bytes on the device or, on a CPU, the peak resident bytes of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()  # of now, which is nearly the peak: what is freed is kept
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, kilobytes elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -163,7 +175,7 @@ def copy_to_host(tree: Any) -> Any:
     copies = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        key = (tensor.data_ptr(), tensor.shape, tensor.device)
+        key = (tensor.data_ptr(), tensor.shape)
         if key not in copies:
             copies[key] = tensor.detach().to("cpu", copy=True)  # detached: it must not keep a graph alive
         return copies[key]
@@ -178,8 +190,8 @@ def copy_to_host(tree: Any) -> Any:
 def versions() -> dict[str, str]:
     """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
     numbers = {"torch": str(torch.__version__), "python": platform.python_version()}
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no clone
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        numbers["commit"] = done.stdout.strip()
+        found = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True, timeout=60)
+        numbers["commit"] = found.strip()
     return numbers

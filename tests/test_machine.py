@@ -3,17 +3,28 @@ measurement, the same on all ranks and after a resume."""
 
 import itertools
 import os
+import subprocess
+import sys
 import time
-from unittest.mock import Mock
+from dataclasses import replace
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from helpers import CPU, train_quickstart
+from networks import make_network
+from torch.torch_version import TorchVersion
 
+import train_gpt2_plain
 from system import distributed, machine
 from system.distributed import Runtime
 from system.errors import UserError
+from training.loader import to_device
+from training.loss import make_loss
+from training.presets import PRESETS
 from weights import checkpoint
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture
@@ -74,9 +85,68 @@ def test_segments_are_expandable_unless_configured(monkeypatch, release, variabl
     assert (os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True") == expected
 
 
+# ------------------------------------------------------------------------- a Mac
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """torch has mps here."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
+    return Runtime(torch.device("mps"), FP32)
+
+
+def test_a_mac_takes_its_gpu(mac, monkeypatch):
+    """For one process, and by a torch that does not get its gradients wrong."""
+    assert machine.choose_device("auto") == machine.choose_device("mps") == mac.device
+    for name, value in ("WORLD_SIZE", "2"), ("torch", TorchVersion("2.13.1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value) if name.isupper() else patch.setattr(torch, "__version__", value)
+            assert machine.choose_device("auto").type == "cpu"
+            with pytest.raises(UserError, match="--device cpu"):
+                machine.choose_device("mps")
+
+
+def test_a_mac_trains_uncompiled_in_float32(mac, monkeypatch):
+    cfg = replace(PRESETS["quickstart"], compile=True)
+    assert not make_loss(make_network(), cfg, mac).compiles
+    assert distributed.choose_precision(mac).dtype == FP32
+    with pytest.raises(UserError, match="float32"):
+        distributed.choose_precision(mac, "bfloat16")
+
+    tokens = MagicMock()  # no uint16 goes to the device
+    to_device(tokens, mac.device)
+    assert tokens.to.call_args.args == (torch.int64,)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", Mock())
+    mac.synchronize()
+    torch.accelerator.synchronize.assert_called()
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 7)
+    assert machine.peak_memory(mac.device) == 7
+
+
+def test_the_plain_trainer_takes_a_macs_gpu(mac, monkeypatch, tiny_data, tmp_path):
+    """Without autocast. Here nothing can be moved there."""
+    gpt, autocast = Mock(), Mock()
+    gpt.return_value.to.side_effect = InterruptedError
+    monkeypatch.setattr(train_gpt2_plain, "GPT", gpt)
+    monkeypatch.setattr(torch, "autocast", autocast)
+    sizes = {"total_batch_size": 256, "micro_batch_size": 4, "sequence_length": 32, "val_every": 0}
+    with pytest.raises(InterruptedError):
+        train_gpt2_plain.train(train_gpt2_plain.Config(data_dir=tiny_data, out_dir=tmp_path / "run", **sizes))
+    gpt.return_value.to.assert_called_with(mac.device)
+    assert autocast.call_args.args[0] == "mps" and not autocast.call_args.kwargs["enabled"]
+
+
+def test_windows_is_told_of_wsl():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['fcntl'] = None; import infer"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "WSL" in done.stderr and "Traceback" not in done.stderr
+
+
 # ------------------------------------------------------------------------- precision
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {(8, 0): ["bfloat16", "float16", "float32"], (7, 5): ["float16", "float32"]}  # of a GPU, by its capability
 AMPERE, TURING = DTYPES
 
@@ -86,7 +156,7 @@ def test_a_cpu_takes_bfloat16_where_it_clearly_wins(monkeypatch, speedup, chosen
     """0.5 is a Xeon with AVX512-BF16 and without AMX; a Zen 5, with the same flags, has 4. The slower one decides."""
     gather = lambda self, value: [value, 4.0 if isinstance(value, float) else value]
     monkeypatch.setattr(Runtime, "gather", gather)
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [BF16, FP32])
     monkeypatch.setattr(machine, "bfloat16_speedup", lambda: speedup)
     assert distributed.choose_precision(CPU).dtype == chosen
 
@@ -102,7 +172,7 @@ def test_a_busy_machine_does_not_change_the_speedup(monkeypatch):
 
 def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, trained_run):
     """Here float32, whatever is measured now. A flag changes it."""
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [BF16, FP32])
     monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 4.0)
     for steps, flag, dtype in (13, "auto", "float32"), (14, "bfloat16", "bfloat16"):
         train_quickstart(tiny_args, trained_run, "--max-steps", steps, "--resume", "auto", "--dtype", flag)

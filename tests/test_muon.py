@@ -18,7 +18,8 @@ def split_matrices(tensors):
 def test_muon_is_torchs_for_each_matrix(monkeypatch):
     """Matrices of one shape together; queries, keys and values each alone, though they share a parameter; a parameter
     of an MLP as one, though it is three times as tall as wide."""
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: True)  # torch's Muon takes bfloat16 on any machine
+    # torch's Muon takes bfloat16 on any machine.
+    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [torch.bfloat16])
     torch.manual_seed(0)
     settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.5}
 
@@ -41,10 +42,9 @@ def test_muon_is_torchs_for_each_matrix(monkeypatch):
     assert {tuple(state) for state in optimizer.state.values()} == {("momentum_buffer",)}  # as torch's
 
 
-@pytest.mark.parametrize("has_bfloat16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
-def test_muon_uses_bfloat16_where_it_is_fast(has_bfloat16, dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_muon_uses_bfloat16_where_it_is_fast(dtype, monkeypatch):
     """A T4 and older CPUs emulate it, more slowly than they multiply float32."""
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has_bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if has_bfloat16 else (7, 5))
+    monkeypatch.setattr(machine, "supported_dtypes", lambda device: [dtype])
     assert muon.orthogonalize(torch.randn(1, 16, 64)).dtype == dtype
     assert muon.newton_schulz_dtype(torch.device("cuda", 0)) == dtype

@@ -119,7 +119,7 @@ class TrainConfig(Recipe):
 
     device: str = setting(
         "auto",
-        "auto, cuda, cuda:1 or cpu",
+        "auto, cuda, cuda:1, mps or cpu",
         heading="Hardware: none of this changes the result beyond rounding",
         per_start=True,
         per_rank=True,

@@ -247,8 +247,10 @@ class Loader:
 
 def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, T + 1) uint16 -> inputs and targets, each (B, T) int64 on the device."""
-    # Widen after the copy: two bytes per token cross the bus instead of eight.
-    tokens = tokens.to(device, non_blocking=device.type == "cuda").to(torch.int64)
+    if device.type == "cuda":
+        # Widen after the copy: two bytes per token cross the bus instead of eight.
+        tokens = tokens.to(device, non_blocking=True)
+    tokens = tokens.to(torch.int64).to(device)
 
     # The targets are the inputs shifted by one token: (B, T + 1) -> 2 x (B, T)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

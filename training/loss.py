@@ -105,7 +105,7 @@ def make_loss(model: GPT, cfg: TrainConfig, rt: Runtime) -> Loss:
     if rt.device.type == "cpu":
         machine.keep_freed_memory()
 
-    if not cfg.compile:
+    if not (cfg.compile and machine.can_compile(rt.device)):
         return Loss(model, compiles=False)
 
     # --micro-batch-size auto compiles for each size that it tries, and validation adds a graph. DDP would split the

@@ -55,9 +55,10 @@ def validate(loss: Loss, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) ->
     stride = B * rt.world_size
     has_text = tokenizer.has_gpt2_tokens(data.vocab_size)
 
-    # The sum of the mean losses of all sequences, which are equally long, and the bytes of their targets. In float64
-    # thousands of batches are exact enough that the result does not depend on the number of ranks.
-    sums = torch.zeros(2, device=rt.device, dtype=torch.float64)
+    # The mean loss of each batch, with its number of sequences, and the bytes of all targets. The losses are read at
+    # the end: reading one waits for the device.
+    losses = []
+    text_bytes = 0
     for i in progress_bar(range(0, count, stride), "validation"):
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last one evenly, too.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
@@ -73,11 +74,14 @@ def validate(loss: Loss, data: Loader, cfg: TrainConfig, rt: Runtime, B: int) ->
         # The mean over the rows that count.
         with rt.autocast():
             _, mean_loss = loss(x, y)
-        sums[0] += mean_loss.to(sums.dtype) * len(own)
+        losses.append((mean_loss, len(own)))
         if has_text:
-            sums[1] += int(text_lengths()[own[:, 1:]].sum())
+            text_bytes += int(text_lengths()[own[:, 1:]].sum())
 
-    loss_sum, text_bytes = rt.all_reduce(sums).tolist()
+    # All sequences are equally long. In float64 the sum of thousands of batches is exact enough that the result does
+    # not depend on the number of ranks.
+    loss_sum = sum(float(mean_loss) * n for mean_loss, n in losses)
+    loss_sum, text_bytes = rt.all_reduce(torch.tensor([loss_sum, text_bytes], dtype=torch.float64)).tolist()
     results = {"val_loss": loss_sum / count}
     if text_bytes:
         results["val_bpb"] = results["val_loss"] / math.log(2) / (text_bytes / (count * data.T))
