@@ -1,6 +1,7 @@
 """What a machine lacks is reported: a GPU that torch cannot use, a compiler; and how its precision is chosen: by
 measurement, the same on all ranks and after a resume."""
 
+import gc
 import itertools
 import os
 import subprocess
@@ -143,6 +144,15 @@ def test_windows_is_told_of_wsl():
         [sys.executable, "-c", "import sys; sys.modules['fcntl'] = None; import infer"], capture_output=True, text=True
     )
     assert done.returncode == 1 and "WSL" in done.stderr and "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------- a run
+
+
+def test_the_collector_passes_over_what_stays(tiny_args, tmp_path):
+    gc.unfreeze()
+    train_quickstart(tiny_args, tmp_path / "run")
+    assert gc.get_freeze_count() > 10_000
 
 
 # ------------------------------------------------------------------------- precision
