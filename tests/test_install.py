@@ -1,6 +1,7 @@
 """Is every imported package required, is every file in a wheel, and what does make do with what is missing?"""
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -46,9 +47,10 @@ def test_a_wheel_has_every_file():
 # ------------------------------------------------------------------------- make
 
 # Python, as far as make calls it: it writes down its arguments. No index has torch, and none the plays.
-RECORDER = """#!/bin/sh
+RECORDER = f"""#!/bin/sh
 echo "$@" >> calls
 case "$*" in
+-c*) exec {sys.executable} "$@" ;;
 -m\\ venv*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
 *--no-deps*) exit 1 ;;
 esac
@@ -66,7 +68,8 @@ def make(tmp_path):
     (tmp_path / "python3").write_text(RECORDER)
     (tmp_path / "python3").chmod(0o755)
     command = ["make", "UV=", f"PYTHON={tmp_path}/python3"]
-    return lambda *words: subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return lambda *words: subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("build, installs", [("cpu", 3), ("cu126", 1)])
@@ -77,3 +80,21 @@ def test_torch_comes_alone_and_only_the_one_for_cpus_may_be_replaced(make, tmp_p
     calls = [call for call in (tmp_path / "calls").read_text().splitlines() if "pip install" in call]
     assert f"--no-deps --extra-index-url https://download.pytorch.org/whl/{build} torch==2.13.0;" in calls[0]
     assert len(calls) == installs and all("-r requirements.txt -c constraints.txt" in call for call in calls[1:2])
+
+
+@pytest.mark.parametrize("cuda, build", [("12.4", "/whl/cu126"), ("12.8", "/whl/cu126"), ("13.0", "")])
+def test_torch_is_one_that_the_driver_runs(make, tmp_path, cuda, build):
+    """And not 5 GB that it cannot run."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '| NVIDIA-SMI 550.54    Driver Version: 550.54    CUDA Version: {cuda}     |'\n")
+    smi.chmod(0o755)
+    done = make("install", "NVIDIA=/dev/nvidia0", "CC=true")
+    install = next(call for call in (tmp_path / "calls").read_text().splitlines() if "pip install" in call)
+    assert ("/whl/" in install, "TORCH_BUILD=cu126" in done.stdout) == (bool(build), bool(build)) and build in install
+
+
+@pytest.mark.parametrize("lacks", ["CC=false", "PYTHON_H=none/Python.h"])
+def test_a_gpu_without_a_compiler_is_refused_before_the_download(make, tmp_path, lacks):
+    done = make("install", "NVIDIA=/dev/nvidia0", lacks)
+    assert done.returncode and "gcc python3-dev" in done.stderr
+    assert "pip install" not in (tmp_path / "calls").read_text()
