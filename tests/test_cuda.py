@@ -25,14 +25,20 @@ DEVICE = os.environ.get("DEVICE", "cuda")
 COMPILED = [word for word in TINY_FLAGS if word != "--no-compile"]
 
 
-def has_nvidia_gpu() -> bool:
-    """Whether the driver lists a GPU. torch cannot tell: the tests hide the GPUs from this process (conftest.py)."""
+def compute_capability() -> float:
+    """Of the first GPU that the driver lists, 0 without one. torch cannot tell: the tests hide the GPUs from this
+    process (conftest.py)."""
     if shutil.which("nvidia-smi") is None:
-        return False
-    return b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
+        return 0
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return 0 if done.returncode else float(done.stdout.split()[0])
 
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not has_nvidia_gpu(), reason="no NVIDIA GPU here")
+CAPABILITY = compute_capability() if DEVICE == "cuda" else 9.0
+pytestmark = pytest.mark.skipif(CAPABILITY == 0, reason="no NVIDIA GPU here")
+needs_bfloat16 = pytest.mark.skipif(CAPABILITY < 8.0, reason="a GPU without bfloat16")
+RECORD8 = ["record8-124m", "--model.n-head", "1"]  # one head of 32 channels; parameters in bfloat16
 
 
 @pytest.fixture
@@ -82,11 +88,12 @@ def compare_head():
             torch.testing.assert_close(gradient, found[0][1], rtol=5e-2, atol=atol)
 
 
+@needs_bfloat16
 def test_the_head_in_chunks_is_that_of_all_logits(run_on_gpu):
     run_on_gpu(compare_head)
 
 
-@pytest.mark.parametrize("flags", [["gpt2-124m"], ["record8-124m", "--model.n-head", "1"]])  # one head of 32 channels
+@pytest.mark.parametrize("flags", [["gpt2-124m"], pytest.param(RECORD8, marks=needs_bfloat16)])
 def test_training_is_that_of_the_cpu(run_on_gpu, flags, tiny_data, tmp_path):
     """Compiled, in float32: the curve of the CPU to rounding; the micro-batch is found by trying."""
     flags = [flags[0], *COMPILED, *flags[1:], "--data-dir", tiny_data, "--micro-batch-size", "auto"]
@@ -99,7 +106,7 @@ def test_training_is_that_of_the_cpu(run_on_gpu, flags, tiny_data, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=needs_bfloat16), "float16"])
 def test_a_resumed_run_continues_to_rounding(run_on_gpu, tiny_data, tmp_path, dtype):
     """Compiled."""
     flags = [*COMPILED, "--data-dir", tiny_data, "--device", DEVICE, "--dtype", dtype]
