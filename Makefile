@@ -76,7 +76,7 @@ torture: .venv/.installed-dev ## inject hundreds of faults, train a long run, th
 	$(PY) tests/faults/torture.py
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-gpu-report: .venv/.installed-dev ## measure this machine's GPU in half an hour, to paste into an issue
+gpu-report: $(if $(QUICK),,.venv/.installed-dev) ## measure this GPU, to paste into an issue, in 30 minutes (QUICK=1: six)
 	bench/gpu.sh
 
 # A .venv that is mounted, as in a container, cannot be removed: it is emptied.
