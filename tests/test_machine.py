@@ -97,15 +97,18 @@ def mac(monkeypatch):
     return Runtime(torch.device("mps"), FP32)
 
 
-def test_a_mac_takes_its_gpu(mac, monkeypatch):
-    """For one process, and by a torch that does not get its gradients wrong."""
+def test_a_mac_takes_its_gpu(mac):
     assert machine.choose_device("auto") == machine.choose_device("mps") == mac.device
-    for name, value in ("WORLD_SIZE", "2"), ("torch", TorchVersion("2.13.1")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value) if name.isupper() else patch.setattr(torch, "__version__", value)
-            assert machine.choose_device("auto").type == "cpu"
-            with pytest.raises(UserError, match="--device cpu"):
-                machine.choose_device("mps")
+
+
+@pytest.mark.parametrize("version, ranks", [("2.13.1", "1"), ("2.14.0", "2")])
+def test_a_mac_takes_its_cpu(mac, monkeypatch, version, ranks):
+    """With a torch that gets gradients wrong, and for several ranks, whose tensors no process group sends."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert machine.choose_device("auto").type == "cpu"
+    with pytest.raises(UserError, match="--device cpu"):
+        machine.choose_device("mps")
 
 
 def test_a_mac_trains_uncompiled_in_float32(mac, monkeypatch):
@@ -157,9 +160,6 @@ def test_the_collector_passes_over_what_stays(tiny_args, tmp_path):
 
 # ------------------------------------------------------------------------- precision
 
-DTYPES = {(8, 0): ["bfloat16", "float16", "float32"], (7, 5): ["float16", "float32"]}  # of a GPU, by its capability
-AMPERE, TURING = DTYPES
-
 
 @pytest.mark.parametrize("speedup, chosen", [(0.5, FP32), (1.2, FP32), (1.25, BF16)])
 def test_a_cpu_takes_bfloat16_where_it_clearly_wins(monkeypatch, speedup, chosen):
@@ -189,18 +189,18 @@ def test_a_run_resumes_in_the_precision_it_began_in(monkeypatch, tiny_args, trai
         assert checkpoint.read_train_state(trained_run)["dtype"] == dtype
 
 
-@pytest.mark.parametrize("own, other, chosen", [
-    (AMPERE, TURING, FP16), (TURING, AMPERE, FP16), (AMPERE, AMPERE, BF16),
+@pytest.mark.parametrize("capability, first, others", [
+    ((8, 0), BF16, ["float16", "float32"]), ((7, 5), FP16, ["bfloat16", "float16", "float32"]),
 ])  # fmt: skip
-def test_gpus_of_two_kinds_agree_on_what_both_have(monkeypatch, own, other, chosen):
-    """A 2080 Ti beside a 3090: the 3090 alone would take bfloat16, and the other scales its gradients by 65,536."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: own)
-    monkeypatch.setattr(Runtime, "gather", lambda self, names: [names, DTYPES[other]])
+def test_gpus_of_two_kinds_agree_on_what_both_have(monkeypatch, capability, first, others):
+    """A 3090 and a 2080 Ti: the 3090 alone would take bfloat16, and the other scales its gradients by 65,536."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     rt = Runtime(torch.device("cuda", 0), FP32, world_size=2)
+    assert machine.supported_dtypes(rt.device)[0] == first
 
-    assert distributed.choose_precision(rt).dtype == chosen
+    monkeypatch.setattr(Runtime, "gather", lambda self, names: [names, others])
+    assert distributed.choose_precision(rt).dtype == FP16
     assert distributed.choose_precision(rt, "float32").dtype == FP32
-    assert distributed.choose_precision(rt, saved_dtype="bfloat16").dtype == chosen
-    if chosen == FP16:
-        with pytest.raises(UserError, match=r"--dtype bfloat16.*--dtype float16"):
-            distributed.choose_precision(rt, "bfloat16")
+    assert distributed.choose_precision(rt, saved_dtype="bfloat16").dtype == FP16
+    with pytest.raises(UserError, match=r"--dtype bfloat16.*--dtype float16"):
+        distributed.choose_precision(rt, "bfloat16")
