@@ -14,7 +14,7 @@ read -ra flags <<< "${FLAGS:-}"
 report=log/gpu-report
 
 # part NAME LIMIT COMMAND: run it for at most so many seconds, then print what it has printed. To the table go its exit
-# code (124: the limit) and its rows or, if it has none, its last two lines.
+# code (124: the limit) and its rows or, if it has none, its last three lines.
 part() {
     local name=$1 limit=$2 begin=$SECONDS output="$report/$1.txt" code
     shift 2
@@ -26,7 +26,7 @@ part() {
     cat "$output"
     {
         echo "| **$name** | exit code $code, $((SECONDS - begin)) s | |"
-        grep '^|' "$output" || echo "| | $(tail -n 2 "$output" | paste -sd ' ' | cut -c 1-200) | |"
+        grep '^|' "$output" || echo "| | $(tail -n 3 "$output" | paste -sd " " | cut -c 1-250) | |"
     } >>"$report/table.md"
 }
 

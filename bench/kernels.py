@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
 
@@ -57,7 +58,9 @@ def profile(rt: Runtime, work: Callable[[], object]) -> Counter[str]:
         rt.synchronize()
     times: Counter[str] = Counter()
     for event in profiler.key_averages():
-        if not event.is_user_annotation:
+        # The call that launches a kernel has the kernel's time, too.
+        is_on_gpu = event.device_type == DeviceType.CUDA
+        if is_on_gpu == is_gpu and not event.is_user_annotation:
             times[event.key] += round(event.self_device_time_total if is_gpu else event.self_cpu_time_total)
     return times
 
