@@ -9,7 +9,7 @@ PIP = $(if $(UV),uv pip install --python $(PY),$(PY) -m pip install --disable-pi
 # whose newest CUDA is 12: older than 580.
 NVIDIA := $(wildcard /dev/nvidia* /usr/lib/wsl/lib/nvidia-smi)
 HAS_GPU := $(NVIDIA)$(shell command -v sbatch)$(filter Darwin,$(shell uname))
-DRIVER_CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
+DRIVER_CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [A-Z ]*Version: *\([0-9]*\).*/\1/p')
 TORCH_BUILD ?= $(if $(HAS_GPU),$(if $(filter 12,$(DRIVER_CUDA)),cu126),cpu)
 # What torch.compile needs beside an NVIDIA GPU.
 PYTHON_H = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h

@@ -7,7 +7,7 @@ python train_gpt2.py --resume log/gpt2-124m --max-steps 38146              # tra
 `train` is the loop of train_gpt2_plain.py, with what a long run needs around it. The larger additions are marked:
 
     [memory]   what makes room for larger micro-batches
-    [speed]    reading ahead in a thread, and the compiler
+    [speed]    reading ahead in a thread, the compiler, Python's garbage collector
     [resume]   what a checkpoint must have, so that the next start continues exactly (on GPUs to rounding)
     [ranks]    what the ranks tell each other
     [stop]     how a signal or --time-limit ends the run where it can be resumed
