@@ -53,20 +53,19 @@ def card(monkeypatch):
     return card
 
 
-@pytest.mark.parametrize("sequences, tried", [(60, [60, 30, 15, 6, 3]), (512, [64, 32, 16, 8, 4])])
-def test_auto_halves_until_a_size_fits(card, sequences, tried):
-    assert card.choose(sequences) == tried[-1]
+@pytest.mark.parametrize("gib, settings, tried", [
+    (80, {}, [64, 32, 16, 8, 4]), (80, {"sequences": 60}, [60, 30, 15, 6, 3]), (16, {}, [32, 16, 8, 4]),
+    (11, {}, [16, 8, 4]), (11, {"recompute": True}, [64, 32, 16, 8, 4]), (2, {}, [1]),
+])  # fmt: skip
+def test_auto_halves_until_a_size_fits(card, gib, settings, tried):
+    """From the first one whose activations may fit, because each try compiles."""
+    card.gib = gib
+    assert card.choose(**settings) == tried[-1]
     assert card.tried == tried
 
     card.limit = 0
     with pytest.raises(UserError, match="--recompute"):
-        card.choose(sequences)
-
-
-@pytest.mark.parametrize("gib, first, recomputing", [(80, 64, 64), (16, 32, 64), (11, 16, 64), (2, 1, 1)])
-def test_sizes_that_cannot_fit_are_not_compiled(card, gib, first, recomputing):
-    card.gib, card.limit = gib, 64
-    assert (card.choose(), card.choose(recompute=True)) == (first, recomputing)
+        card.choose(**settings)
 
 
 def test_the_ballast_covers_later_allocations(card):
