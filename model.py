@@ -343,8 +343,16 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each target, in nats: logits (N, V), targets (N,) int64 -> (N,); 0 for a target of -100."""
     # cross-entropy = logsumexp(logits) - logit of the target. Compiled, its gradient needs no sum over V, of which
     # F.cross_entropy's makes a pass of its own.
-    normalizers = logits.logsumexp(-1) * (targets >= 0)  # (N, V) -> (N,)
-    return normalizers + F.nll_loss(logits, targets, reduction="none")
+    logsumexp = logsumexp_in_one_pass if logits.is_cuda else torch.logsumexp
+    return logsumexp(logits, -1) * (targets >= 0) + F.nll_loss(logits, targets, reduction="none")
+
+
+def logsumexp_in_one_pass(x: Tensor, dim: int) -> Tensor:
+    """torch.logsumexp in the form of which torch.compile makes a GPU kernel that reads x once instead of twice (Milakov
+    and Gimelshein 2018). A CPU's takes twice as long."""
+    top = x.detach().amax(dim, keepdim=True)
+    total = (x - top).exp().sum(dim, keepdim=True)
+    return (total.log() + top).squeeze(dim)
 
 
 class GPT(nn.Module):

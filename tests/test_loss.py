@@ -1,6 +1,7 @@
 """The head in chunks has GPT's loss and gradients, to rounding, and never holds more than one chunk of logits."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from networks import NETWORKS, make_network
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import GPT
+from model import GPT, logsumexp_in_one_pass
 from system.errors import UserError
 from training import loss
 from training.loss import Loss, check_gradients
@@ -72,6 +73,27 @@ def test_half_precision_is_as_near_as_with_all_logits(precision, weights, scale,
         errors.append(((found.float() / scale - exact).norm() / exact.norm()).item())
     with_all_logits, in_chunks = errors
     assert in_chunks <= 1.2 * with_all_logits + 1e-4
+
+
+def test_the_logsumexp_of_gpus_is_torchs():
+    x = 100 * torch.randn(7, 320)
+    results = []
+    for function in (torch.logsumexp, logsumexp_in_one_pass):
+        leaf = x.clone().requires_grad_()
+        value = function(leaf, -1)
+        value.sum().backward()
+        results.append((value.detach(), leaf.grad))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("gb, compiles, dtype, rows", [
+    (80, True, torch.bfloat16, 32_768), (24, True, torch.bfloat16, 8192), (80, False, torch.bfloat16, 1024),
+    (80, True, torch.float16, 1024),
+])  # fmt: skip
+def test_a_gpu_takes_larger_chunks(monkeypatch, gb, compiles, dtype, rows):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, gb * 1e9))
+    on_gpu = SimpleNamespace(lm_head=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
+    assert Loss.chunk_rows(SimpleNamespace(model=on_gpu, compiles=compiles), dtype) == rows
 
 
 def test_a_rounded_head_is_aligned_and_its_logits_are_not():

@@ -91,12 +91,15 @@ class Loss(nn.Module):
 
     def chunk_rows(self, dtype: torch.dtype) -> int:
         """How many rows a chunk has, with a head of this precision. 512 keep a CPU busy. On a GPU each chunk reads and
-        writes the whole gradient of the weight, so chunks are larger there; that size is not measured. Without the
-        compiler, several copies of a chunk's logits are in memory at once, which for 8,192 rows of GPT-2's would take
-        7.5 GB; and in float16 the sum over many rows could exceed the largest number, 65,504."""
-        if self.model.lm_head.weight.device.type == "cpu":
+        writes the whole gradient of the weight, so chunks are larger there: of GPT-2's logits 0.8 GB or, on a large
+        card, 3.3 GB; these sizes are not measured. Without the compiler, several copies of a chunk's logits are in
+        memory at once; and in float16 the sum over many rows could exceed the largest number, 65,504."""
+        device = self.model.lm_head.weight.device
+        if device.type == "cpu":
             return 512
-        return 8192 if self.compiles and dtype != torch.float16 else 1024
+        if not self.compiles or dtype == torch.float16:
+            return 1024
+        return 32_768 if torch.cuda.mem_get_info(device)[1] >= 40e9 else 8192
 
 
 def make_loss(model: GPT, cfg: TrainConfig, rt: Runtime) -> Loss:
