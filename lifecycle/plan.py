@@ -52,7 +52,7 @@ HELLASWAG_TOKENS = 1_830_000
 
 # Assumed, not measured: a token of samples on a GPU, and how fast the state of a run is copied from it.
 SAMPLE_TOKEN_S = 0.01
-COPY_BYTES_PER_S = 5e9
+COPY_BYTES_PER_S = 2e10
 
 # Up to so many epochs repeated data are nearly as good as new ones (Muennighoff et al. 2023, arXiv 2305.16264).
 MAX_EPOCHS = 4

@@ -177,10 +177,15 @@ def copy_to_host(tree: Any) -> Any:
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         key = (tensor.data_ptr(), tensor.shape)
         if key not in copies:
-            copies[key] = tensor.detach().to("cpu", copy=True)  # detached: it must not keep a graph alive
+            # From a GPU at the full speed of the bus, into memory that torch keeps for the next save.
+            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+            copies[key] = host.copy_(tensor.detach(), non_blocking=True)  # detached: it must not keep a graph alive
         return copies[key]
 
-    return tree_map_only(torch.Tensor, copy, tree)
+    copied = tree_map_only(torch.Tensor, copy, tree)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copied
 
 
 # ------------------------------------------------------------------------- versions

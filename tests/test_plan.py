@@ -181,7 +181,7 @@ def test_the_price_has_what_is_done_between_steps(capsys):
         "val_every": 78 * 10_485_760 / 300_000,
         "hellaswag_every": 78 * plan.HELLASWAG_TOKENS / 0.69 / 300_000,
         "sample_every": 78 * 48 * 0.01,
-        "save_every": 78 * 1.5e9 / 5e9,
+        "save_every": 78 * 1.5e9 / 2e10,
     }
     for name, expected in seconds.items():
         only = replace(cfg, **{name: 250})
