@@ -192,7 +192,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 @pytest.mark.parametrize("words, steps", [
     ("gpt2-124m", 19073), ("untied-124m", 38146), ("gpt2-124m --epochs 2 --total-batch-size 1024", 2000),
     ("llmc-124m --epochs 20", 20 * 1000 // 512),
-    ("quickstart", 80), ("quickstart --epochs=2", 2 * 1000 // 16), ("--resume a/model_00001.pt --epochs 2", 125),
+    ("quickstart", 160), ("quickstart --epochs=2", 2 * 1000 // 4), ("--resume a/model_00001.pt --epochs 2", 500),
     ("quickstart --epochs 2 --max_steps=7", 7), ("quickstart --max-steps 7 --epochs 2", 7),
 ])  # fmt: skip
 def test_steps_follow_from_max_steps_epochs_or_data(words, steps):

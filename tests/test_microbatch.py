@@ -90,7 +90,7 @@ def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
     assert card.tried == [6, 3, 1]
 
 
-@pytest.mark.parametrize("preset, B", [("quickstart", 16), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
+@pytest.mark.parametrize("preset, B", [("quickstart", 4), ("gpt2-124m", 2), ("gpt2-1558m", 1)])
 def test_a_cpu_and_a_mac_take_a_size_that_surely_fits(card, preset, B):
     card.limit = 16
     for rt in CPU, MAC:
