@@ -80,7 +80,7 @@ _DESCRIBED: list[tuple[str, TrainConfig]] = [
         model=replace(_small, n_layer=2, n_embd=96), data_dir="data/shakespeare",
         sequence_length=256, total_batch_size=1024, max_steps=160,
         optimizer="muon", muon_lr=0.02, max_lr=0.01, min_lr=0.0, warmup_steps=5, schedule="trapezoid", cooldown=0.5,
-        val_every=20, val_tokens=10_240, hellaswag_every=0, save_every=40,
+        val_every=40, val_tokens=20_480, hellaswag_every=0, save_every=40,
         sample_every=160, sample_prompt="ROMEO:",
     )),
 ]
