@@ -60,7 +60,7 @@ quickstart: .venv/.installed ## tokens, minutes of training, samples, curves; no
 	$(PY) plots.py log/quickstart
 	@echo 'next: . .venv/bin/activate'
 	@echo '      python infer.py log/quickstart $(PROMPT)'
-	@echo '      python train_gpt2.py quickstart --data-dir data/$(CORPUS) --max-steps 400 --out-dir log/longer'
+	@echo '      python train_gpt2.py quickstart --data-dir data/$(CORPUS) --max-steps 1000 --out-dir log/longer'
 	@echo 'and look at log/quickstart/curves.png'
 
 test: .venv/.installed-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)
