@@ -126,7 +126,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
                 # [safety] A network with a weight that is not a number never recovers. This ends the run, and train.sh
                 # restarts it: an error of the hardware does not come again. The weights of now may be bad already, so
                 # they are saved, but every earlier checkpoint stays.
-                saver.finish(deletes_old=False)
+                saver.writer.keep = 0
+                saver.finish()
                 norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
                 fix = "if it comes again after a restart: a lower --max-lr with --allow-drift, or --dtype float32"
                 raise TransientError(f"step {step}: loss {loss}, {norms}; the update was refused; {fix}")
@@ -144,8 +145,9 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     saver.finish()
 
     if stops:
-        print0(f"stopped by {stop.reason()} at step {state.step} of {max_steps}, saved in {cfg.run_dir}")
-        return stop.reason()
+        reason = stop.reason or "another rank"
+        print0(f"stopped by {reason} at step {state.step} of {max_steps}, saved in {cfg.run_dir}")
+        return reason
     if rt.is_main:
         plan.print_result(cfg, run.start, state.step, stop.elapsed_s())
     return ""
@@ -154,17 +156,17 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
 def main() -> None:
     """Read the command line, then predict, measure, evaluate or train."""
     # The preset and the flags. With --resume PATH the settings of that checkpoint are the defaults.
-    cfg, mode = parse(sys.argv[1:])
-    if mode.kind == "card":
-        return print0(plan.predict(cfg, mode.card))
+    cfg, mode, card = parse(sys.argv[1:])
+    if card:
+        return print0(plan.predict(cfg, card))
 
     # Entering the session joins the other ranks, if there are any, and refuses different settings. While they wait for
     # each other a signal simply ends them.
     stop = StopRequest(cfg.time_limit)
-    with distributed.session(cfg.device, settings=settings_by_flag(cfg) | {"what to do": mode.kind}) as rt:
-        if mode.kind == "dry-run":
+    with distributed.session(cfg.device, settings=settings_by_flag(cfg) | {"what to do": mode}) as rt:
+        if mode == "dry-run":
             return plan.dry_run(cfg, rt)
-        if mode.kind == "eval-only":
+        if mode == "eval-only":
             return evaluate_weights(cfg, rt)
 
         # From here on, a signal asks for a stop. One process at a time may write to the run folder: rank 0 holds its

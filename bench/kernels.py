@@ -81,7 +81,7 @@ def describe_machine() -> None:
 
 def profile_step(flags: list[str]) -> None:
     """Each row is printed as soon as it is known: the next may hang."""
-    cfg, _ = parse(flags)
+    cfg, _, _ = parse(flags)
     with distributed.session(cfg.device) as rt:
         rt = distributed.choose_precision(rt, cfg.dtype)
         trainer = build_trainer(GPT(cfg.model), cfg, rt, max_steps=1)

@@ -81,7 +81,7 @@ def run_plain(args: Namespace, name: str, steps: int) -> float:
     import train_gpt2_plain
     from lifecycle.command_line import parse
 
-    cfg, _ = parse(train_command(args))
+    cfg, _, _ = parse(train_command(args))
     shared = {field.name for field in fields(train_gpt2_plain.Config)} & vars(cfg).keys()
     settings = {setting: getattr(cfg, setting) for setting in shared}
     settings |= {"dtype": choose_dtype(args), "compile": name == "plain-compiled", "max_steps": steps}
@@ -109,7 +109,7 @@ def run_peer(args: Namespace, name: str, steps: int) -> float:
     module.master_process = False
     exec(compile(source, name, "exec"), module.__dict__)
 
-    cfg, _ = parse(train_command(args))
+    cfg, _, _ = parse(train_command(args))
     with distributed.session(cfg.device) as rt:
         rt = distributed.choose_precision(rt, choose_dtype(args))
         torch.manual_seed(0)
@@ -145,7 +145,7 @@ def choose_dtype(args: Namespace) -> str:
     from system import distributed, machine
     from system.distributed import Runtime
 
-    cfg, _ = parse(train_command(args))
+    cfg, _, _ = parse(train_command(args))
     rt = distributed.choose_precision(Runtime(machine.choose_device(cfg.device), torch.float32), cfg.dtype)
     return machine.dtype_name(rt.dtype)
 
@@ -168,7 +168,7 @@ def peak_gb() -> float:
 def bench_training(args: Namespace) -> None:
     from lifecycle.command_line import parse
 
-    cfg, _ = parse(train_command(args))
+    cfg, _, _ = parse(train_command(args))
     results = take_turns(partial(measure_training, args), args.only, args.rounds)
     rows = {}
     for name, runs in results.items():

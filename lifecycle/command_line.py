@@ -1,13 +1,13 @@
 """The command line of train_gpt2.py: a preset, flags that change it, and what to do with the result.
 
-    cfg, mode = parse(["quickstart", "--max-steps", "400"])     # mode.kind == "train"
-    cfg, mode = parse(["gpt2-124m", "--card", "8xH100"])        # mode.kind == "card", mode.card == "8xH100"
+    cfg, mode, card = parse(["quickstart", "--max-steps", "400"])   # mode: train, dry-run or eval-only
+    cfg, mode, card = parse(["gpt2-124m", "--card", "8xH100"])      # card: what to predict the run for, or ""
 
 The flags follow from the fields of TrainConfig (training/config.py).
 """
 
 import argparse
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,6 @@ USAGE = """%(prog)s [PRESET] [--flag value ...]
   torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m    # eight GPUs"""
 
 
-@dataclass(frozen=True)
-class Mode:
-    """What is done with the settings of a run."""
-
-    kind: str = "train"  # train, dry-run, card or eval-only
-    card: str = ""  # the cards to predict for
-
-
 def make_parser(cfg: TrainConfig) -> ArgumentParser:
     """The flags, with the values of `cfg` in their help. It returns what was typed, and nothing else."""
     presets = "\n".join(f"  {name:<14} {description}" for name, description in DESCRIPTIONS.items())
@@ -49,27 +41,24 @@ def make_parser(cfg: TrainConfig) -> ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true", help="print this")
 
     group = parser.add_argument_group("Instead of training").add_mutually_exclusive_group()
-    kinds = {
-        "dry-run": "print the plan with measured speed, memory, time and cost",
-        "eval-only": "print val loss and HellaSwag of --resume's or --init-from's weights",
-    }
-    for kind, help in kinds.items():
-        group.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=help)
+    help = "print the plan with measured speed, memory, time and cost"
+    group.add_argument("--dry-run", dest="mode", action="store_const", const="dry-run", help=help)
+    help = "print val loss and HellaSwag of --resume's or --init-from's weights"
+    group.add_argument("--eval-only", dest="mode", action="store_const", const="eval-only", help=help)
     group.add_argument("--card", metavar="CARDS", help="predict the run on these cards, e.g. 8xH100 or 2080Ti+3090")
     add_flags(parser, cfg)
     return parser
 
 
-def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
-    """[PRESET] [--flag value ...] -> the settings and what to do with them. Raises UserError (for a bad flag
+def parse(argv: list[str]) -> tuple[TrainConfig, str, str]:
+    """[PRESET] [--flag value ...] -> the settings, and what to do with them. Raises UserError (for a bad flag
     UsageError), or SystemExit after the help that was asked for.
 
     `--resume` without a preset starts from the settings of the run that it finds, so only changes need flags.
     """
     typed = vars(make_parser(PRESETS["gpt2-124m"]).parse_args(argv))
     asks_for_help = typed.pop("help", False)
-    card = typed.pop("card", "")
-    mode = Mode(typed.pop("kind", "card" if card else "train"), card)
+    mode, card = typed.pop("mode", "train"), typed.pop("card", "")
     preset = typed.pop("preset", None)
     if preset and preset not in PRESETS:
         raise UsageError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
@@ -94,4 +83,4 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Mode]:
     if asks_for_help:
         make_parser(cfg).print_help()
         raise SystemExit(0)
-    return cfg, mode
+    return cfg, mode, card

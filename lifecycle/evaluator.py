@@ -21,7 +21,7 @@ from model import Sampler, stream
 from system import distributed, machine
 from system.distributed import Runtime
 from system.errors import require
-from system.printing import print0, printable
+from system.printing import print0
 from tokens import sources, tokenizer
 from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.loader import Loader
@@ -45,8 +45,8 @@ class Evaluator:
     validation calls the compiled forward pass."""
 
     def __init__(self, run: Run, trainer: Trainer):
-        cfg = self.cfg = run.cfg
-        self.run, self.rt, self.trainer = run, run.rt, trainer
+        cfg = run.cfg
+        self.run, self.trainer = run, trainer
         self.score_hellaswag = multiple_choice.make_scorer(cfg, cfg.model)
         self.reference = choose_reference(cfg, run.max_steps) if run.val_data else None
         self.off_track = 0  # how many evaluations in a row
@@ -62,7 +62,7 @@ class Evaluator:
         byte), hellaswag_acc and hellaswag_acc_norm. of: what these names end in, for other weights than the trainer's,
         which alone are compared with public runs. Every rank must call it."""
         assert bool(of) == (weights is not self.trainer.weights), "other weights have other names"
-        cfg, rt, val_data, max_steps = self.cfg, self.rt, self.run.val_data, self.run.max_steps
+        cfg, rt, val_data, max_steps = self.run.cfg, self.run.rt, self.run.val_data, self.run.max_steps
         label = f"step {step:5d}/{max_steps}{of}"
         results: dict[str, Any] = {}
 
@@ -89,18 +89,19 @@ class Evaluator:
     @torch.no_grad()
     def sample_text(self, step: int, weights: dict[str, Tensor]) -> str:
         """If samples are due, continuations of the prompt by these weights; "" otherwise and on all ranks but 0."""
-        is_now = step > 0 and is_due(step, self.cfg.sample_every, self.run.max_steps)
-        if not (self.rt.is_main and self.prompt and is_now):
+        cfg, rt = self.run.cfg, self.run.rt
+        is_now = step > 0 and is_due(step, cfg.sample_every, self.run.max_steps)
+        if not (rt.is_main and self.prompt and is_now):
             return ""
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
         # leaves the global generator alone.
-        sampler = Sampler(generator=torch.Generator(self.rt.device).manual_seed(self.cfg.seed))
-        idx = torch.tensor([self.prompt], device=self.rt.device)  # (1, T)
+        sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
+        idx = torch.tensor([self.prompt], device=rt.device)  # (1, T)
         with self.trainer.using(weights):
             columns = [ids.tolist() for ids in stream(self.run.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES)]
         decode = tokenizer.encoding().decode
-        texts = [printable(decode([*self.prompt, *row])) for row in zip(*columns, strict=True)]
+        texts = [decode([*self.prompt, *row]) for row in zip(*columns, strict=True)]
         return "\n".join(f"--- step {step}, sample {i} of {len(texts)}\n{text}" for i, text in enumerate(texts, 1))
 
 
@@ -158,7 +159,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     # The val split, in sequences no longer than the model's context. All ranks must have found the same files.
     T = min(cfg.sequence_length, model.config.block_size)
     val_data = Loader(cfg.data_dir, "val", T, model.config.vocab_size)
-    facts = {"the data": val_data.describe(), "the HellaSwag file": multiple_choice.checksum(cfg)}
+    facts = {"the data": val_data.fingerprint(), "the HellaSwag file": multiple_choice.checksum(cfg)}
     rt.check_equal(facts, "give every machine the same files")
 
     # Validation loss. Not compiled: compiling would take longer than it saves.

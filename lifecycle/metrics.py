@@ -1,7 +1,7 @@
 """What a run reports: a line of metrics.jsonl and of the console for each step, and the curves of a tracker.
 
     metrics = MetricsLogger(run)
-    metrics.log_step({"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds)
+    metrics.log_step({"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds, waited_s)
     rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 
 Importing this module imports no torch. metrics.jsonl holds one object a line, `step` always, and no step twice. For the
@@ -75,7 +75,7 @@ def best_step(run_dir: Path, steps: list[int] | None = None, of: str = "val_loss
 
 def describe_best(path: Path) -> str:
     """For people who open a run folder, and so its newest weights: which of the others have a lower val loss, or ""."""
-    saved = complete_steps(path, ["model"]) if path.is_dir() else []
+    saved = complete_steps(path, ["model"])
     best = best_step(path, saved)
     if best is None or best == saved[-1]:
         return ""
@@ -117,7 +117,7 @@ class MetricsLogger:
             self.file: BinaryIO | None = None  # opened by the first line, until which the file stays as it is
             self.log_to_tracker = TRACKERS[cfg.tracker](cfg, start)
 
-    def log_step(self, row: dict[str, Any], seconds: float, waited_s: float = 0.0) -> None:
+    def log_step(self, row: dict[str, Any], seconds: float, waited_s: float) -> None:
         """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
         the console, which is build-nanogpt's, with MFU, the time to go and the cost since this start.
 

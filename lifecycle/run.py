@@ -26,7 +26,6 @@ class Run:
     model: GPT  # that network, with its first weights: those of the checkpoint or of --init-from, or random ones
     data: Loader
     val_data: Loader | None  # None if the run does not validate
-    data_id: str  # Loader.fingerprint of the data
     start: int  # the step that it starts or resumes at
     sequences: int  # that have been read by then
     max_steps: int

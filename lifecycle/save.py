@@ -23,8 +23,7 @@ class Saver:
     progress."""
 
     def __init__(self, run: Run, trainer: Trainer, metrics: MetricsLogger):
-        self.run, self.rt = run, run.rt
-        self.trainer, self.metrics = trainer, metrics
+        self.run, self.trainer, self.metrics = run, trainer, metrics
         self.writer = checkpoint.CheckpointWriter(run.cfg.run_dir, run.cfg.keep)
 
     def __enter__(self) -> "Saver":
@@ -37,21 +36,21 @@ class Saver:
         """Save the state of now, unless the run folder has this step. Every rank must call it."""
         # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for rank 0
         # in `gather`, for up to two hours.
-        run, state = self.run, self.trainer.state
+        run, rt, state = self.run, self.run.rt, self.trainer.state
         self.writer.join()
-        if self.rt.gather(self.writer.saved_step)[0] == state.step:
+        if rt.gather(self.writer.saved_step)[0] == state.step:
             return
 
-        check_tensors_agree(self.rt, state.compared(), state.step)
+        check_tensors_agree(rt, state.compared(), state.step)
         # There are no random states: after the initialization nothing draws from torch's global generators.
         train_state = state.copy() | {
             "max_steps": run.max_steps,
-            "data": run.data_id,
-            "dtype": machine.dtype_name(self.rt.dtype),
+            "data": run.data.fingerprint(),
+            "dtype": machine.dtype_name(rt.dtype),
             "config": run.cfg.to_dict(),
             "versions": machine.versions(),
         }
-        if self.rt.is_main:
+        if rt.is_main:
             # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
             self.metrics.flush()
             best = best_step(run.cfg.run_dir, complete_steps(run.cfg.run_dir))
@@ -59,13 +58,11 @@ class Saver:
             content = checkpoint.model_file(run.model, state.step, weights, preset=run.cfg.preset)
             self.writer.save(state.step, content, train_state, best)
 
-    def finish(self, deletes_old: bool = True) -> None:
+    def finish(self) -> None:
         """Save the state of now as the last one, and wait until it is on the disk. Raises what a failed write has
-        raised. deletes_old: whether --keep counts; if not, every earlier checkpoint stays. Every rank must call it."""
-        if not deletes_old:
-            self.writer.keep = 0
+        raised. Every rank must call it."""
         self.save()
         self.writer.finish()
 
         # All ranks end together, after rank 0's write.
-        self.rt.barrier()
+        self.run.rt.barrier()

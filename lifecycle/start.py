@@ -25,7 +25,7 @@ from system.distributed import Runtime
 from system.errors import UserError, require
 from system.printing import print0
 from tokens.shards import find_shards
-from training.config import TrainConfig, as_flag, changed_settings, flag, has_mark, shapes_result
+from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.loader import Loader
 from training.presets import is_network_from_init
 from training.schedule import count_steps
@@ -45,10 +45,9 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
     # The network and its weights. A resumed run keeps those that it has, also if they came from --init-from.
     if saved:
         old = saved["config"]
-        if cfg.init_from not in ("scratch", old.init_from):
-            print0(f"--init-from {cfg.init_from} is not used: the run continues from its own checkpoint")
-        is_from_init = old.init_from != "scratch"
-        cfg = replace(cfg, init_from=old.init_from, model=old.model if is_from_init else cfg.model)
+        network = cfg.model if old.init_from == "scratch" else old.model
+        cfg = replace(cfg, init_from=old.init_from, model=network)
+        print0(f"resumed from {saved['model_file']}")
         model = open_model(saved["model_file"])
     else:
         is_meant = rt.device.type != "cpu" or cfg.device != "auto" or cfg.init_from != "scratch"
@@ -65,7 +64,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
     # Nothing that would change the result in silence.
     data, val_data = open_data(cfg)
     max_steps = count_steps(cfg, data.order.sequences_per_epoch)
-    check_ranks_agree(cfg, rt, saved, data, max_steps)
+    check_ranks_agree(cfg, rt, saved, data)
     if saved:
         check_changes(cfg, saved, data, max_steps)
 
@@ -78,7 +77,7 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
 
     rt = distributed.choose_precision(rt, cfg.dtype, saved.get("dtype") if saved else None)
     start, sequences = (saved["step"], saved["sequences"]) if saved else (0, 0)
-    return Run(cfg, rt, model, data, val_data, data.fingerprint(), start, sequences, max_steps), saved
+    return Run(cfg, rt, model, data, val_data, start, sequences, max_steps), saved
 
 
 def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
@@ -103,10 +102,11 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
 
     # Nor are weights without their optimizer state, as they are pulled from the Hub. Beside an older complete step they
     # are trained again.
-    for path in run_dir.glob("model_[0-9]*.pt") if newest is None else ():
-        problem = f"{path} ({path.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"
+    weights = next(run_dir.glob("model_[0-9]*.pt"), None)
+    if weights and newest is None:
+        problem = f"{weights} ({weights.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"
         fix = "move it away, then --resume auto; or start from these weights with"
-        raise UserError(f"{problem}; {fix} --init-from {shlex.quote(str(path))} and another --out-dir")
+        raise UserError(f"{problem}; {fix} --init-from {shlex.quote(str(weights))} and another --out-dir")
     return saved and saved | {"config": TrainConfig.from_dict(saved["config"])}
 
 
@@ -121,11 +121,9 @@ def open_first_weights(cfg: TrainConfig) -> GPT:
     # The vocabulary may differ: OpenAI's weights have 50,257 tokens, the presets pad them to a round number.
     model = open_model(cfg.init_from)
     print0(f"weights of {cfg.init_from}")
-    actual, wanted = vars(model.config), vars(cfg.model)
-    different = [name for name in actual if actual[name] != wanted[name] and name != "vocab_size"]
-    differences = ", ".join(f"{name} is {actual[name]}, not {wanted[name]}" for name in different)
-    is_same = not different or is_network_from_init(cfg)
-    require(is_same, f"in --init-from {cfg.init_from}, {differences}; drop the --model flags")
+    is_same = model.config == replace(cfg.model, vocab_size=model.config.vocab_size)
+    problem = f"--init-from {cfg.init_from} is another network than the --model flags ask for: {model.config}"
+    require(is_same or is_network_from_init(cfg), f"{problem}; drop these flags")
     return model
 
 
@@ -141,26 +139,25 @@ def check_changes(cfg: TrainConfig, saved: dict[str, Any], data: Loader, max_ste
     """Raise UserError if what shapes the result has changed since the checkpoint was made, unless --allow-drift accepts
     it; the network cannot change at all. Print what else is different from here on."""
     old, step, old_steps = saved["config"], saved["step"], saved["max_steps"]
-    print0(f"resumed from {saved['model_file']}")
 
-    # What has changed, and the flag that restores it. A --max-steps that was left out would end the run early.
-    refused = {}
+    # What has changed. A --max-steps that was left out would end the run early.
+    refused = []
     for name, (before, after) in changed_settings(old, cfg).items():
         if shapes_result(name):
-            refused[f"{name}: {before} -> {after}"] = as_flag(name, before)
+            refused.append(f"{name}: {before} -> {after}")
         elif not has_mark(name, "per_start") and not has_mark(name, "per_rank"):
             print0(f"resume: {flag(name)} {before} -> {after}")
     if step < old_steps and max_steps < old_steps:
-        refused[f"max_steps: {old_steps} -> {max_steps}"] = f"--max-steps {old_steps}"
+        refused.append(f"max_steps: {old_steps} -> {max_steps}")
     if saved["data"] != data.fingerprint():
-        what = f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order"
-        refused[what] = as_flag("data_dir", old.data_dir)
+        refused.append(f"data: the shards in {cfg.data_dir} are not those the run was trained on, in their order")
     if refused:
         problem = f"the checkpoint of step {step} was made with other settings: {'; '.join(refused)}"
         # Of another network or optimizer the checkpoint has no state.
         can_go_on = old.model == cfg.model and old.optimizer == cfg.optimizer
-        go_on = "; to go on with the new ones: --allow-drift" if can_go_on else ""
-        fix = f"to restore them: {' '.join(refused.values())}{go_on}"
+        path = shlex.quote(str(saved["model_file"]))
+        fix = f"to keep the old ones: python train_gpt2.py --resume {path}, without a preset and without these flags"
+        fix += "; to go on with the new ones: --allow-drift" if can_go_on else ""
         require(cfg.allow_drift and can_go_on, f"{problem}; {fix}")
         print0(f"resume: {problem}")
 
@@ -182,17 +179,14 @@ def is_complete(run: Run) -> bool:
 # ------------------------------------------------------------------------- the ranks
 
 
-def check_ranks_agree(
-    cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, data: Loader, max_steps: int
-) -> None:
-    """Raise UserError on every rank unless all found the same checkpoint, length of the run, data and HellaSwag rows.
-    Ranks on several machines may differ in these: then DDP would silently train different weights, or the ranks would
-    wait for each other in different evaluations. Every rank must call it."""
+def check_ranks_agree(cfg: TrainConfig, rt: Runtime, saved: dict[str, Any] | None, data: Loader) -> None:
+    """Raise UserError on every rank unless all found the same checkpoint, network, data and HellaSwag rows. Ranks on
+    several machines may differ in these: then DDP would silently train different weights, or the ranks would wait for
+    each other in different evaluations. Every rank must call it."""
     facts = {
         "the step to resume from": str(saved["step"]) if saved else "none",
-        "the number of steps": str(max_steps),
         "the network": str(cfg.model),
-        "the data": data.describe(),
+        "the data": data.fingerprint(),
         "the HellaSwag file": multiple_choice.checksum(cfg),
     }
     # Other cards round otherwise. With ZeRO-1 each weight is updated by one rank, which sends it to the others.

@@ -26,7 +26,7 @@ class StopRequest:
     means no limit."""
 
     def __init__(self, time_limit: str = ""):
-        self.asked_by = ""
+        self.reason = ""  # the first one: a signal, the time limit, or what `request` was given
         self.limit_s = parse_duration(time_limit) or math.inf
         self.start_time = float(os.environ.get("TRAIN_START_TIME", time.time()))
 
@@ -36,18 +36,13 @@ class StopRequest:
 
     def request(self, reason: str) -> None:
         """Ask for a stop, of all ranks if one does."""
-        self.asked_by = self.asked_by or reason
+        self.reason = self.reason or reason
 
     def is_requested(self) -> bool:
         """Whether this rank was asked to stop."""
         if self.elapsed_s() > self.limit_s:
             self.request("the time limit")
-        return self.asked_by != ""
-
-    def reason(self) -> str:
-        """Ctrl-C, signal SIGTERM, the time limit, or what `request` was given; a rank that was not asked itself was
-        stopped by another."""
-        return self.asked_by or "another rank"
+        return self.reason != ""
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ Called wherever the project writes a file that must not be lost: checkpoints, sh
 again: the same command, run again, is the way back from a disk that has failed.
 """
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -53,10 +52,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         os.close(folder)
 
 
-# What the system says of a disk without locks, as some network disks are.
-NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
-
-
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock `folder`, which is created if missing, for this process. Raises TransientError if another process holds the
@@ -68,8 +63,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TransientError(f"{folder} is in use by another process; wait for it or choose another") from None
-        except OSError as e:
-            if e.errno not in NO_LOCKS:
-                raise
-            print0(f"warning: the disk of {folder} has no locks: let no other process write there")
+        except OSError as e:  # a disk without locks, as some network disks are
+            print0(f"warning: {folder} cannot be locked ({e}): let no other process write there")
         yield

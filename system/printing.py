@@ -3,7 +3,6 @@
 Importing it is cheap: nothing here needs torch.
 """
 
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -35,12 +34,12 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
-def print0(*args: object, file: TextIO | None = None) -> None:
+def print0(text: str, file: TextIO | None = None) -> None:
     """Print on rank 0 only, without control codes, flushed at once. What cannot be written is lost: neither a log on a
     full disk nor a reader that is gone nor a character that a terminal lacks ends a run."""
     if env_rank() == 0:
         with suppress(OSError, UnicodeError):
-            print(printable(" ".join(map(str, args))), file=file, flush=True)
+            print(printable(text), file=file, flush=True)
 
 
 def progress_bar(items: Iterable, name: str) -> Iterable:
@@ -55,22 +54,15 @@ def progress_bar(items: Iterable, name: str) -> Iterable:
 
 
 def format_duration(seconds: float) -> str:
-    """4d07h, 1h02m, 3m20s or 12s: the two largest units are enough to plan by."""
-    if seconds >= 86400:
-        hours = round(seconds / 3600)
-        return f"{hours // 24}d{hours % 24:02d}h"
-    if seconds >= 3600:
-        minutes = round(seconds / 60)
+    """103h02m, or 3m20s in the first hour: two units are enough to plan by."""
+    minutes = round(seconds / 60)
+    if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
-    s = int(seconds)
-    return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+    return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; infinity for "". Raises UserError."""
-    if not text:
-        return math.inf
-
+    """Seconds of "3h50m", "90m", "45s" or a plain number of seconds; 0 for "". Raises UserError."""
     # Each unit is optional, but the order is fixed.
     pattern = r"(?:(?P<days>\d+)d)?(?:(?P<hours>\d+)h)?(?:(?P<minutes>\d+)m)?(?:(?P<seconds>\d+)s?)?"
     match = re.fullmatch(pattern, text)

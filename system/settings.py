@@ -41,12 +41,6 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def flag_off(name: str) -> str:
-    """shuffle -> --no-shuffle, model.bias -> --model.no-bias"""
-    section, dot, last = name.rpartition(".")
-    return flag(f"{section}{dot}no_{last}")
-
-
 def choices(field: dataclasses.Field) -> tuple | None:
     """The values that a setting may have, if its type lists them."""
     return get_args(field.type) if get_origin(field.type) is Literal else None
@@ -126,7 +120,8 @@ def add_flags(parser: argparse.ArgumentParser, config: Any, section: str = "", h
         help = f"{about['help']} ({value})".replace("%", "%%")
         if isinstance(value, bool):
             help = f"{about['help']} ({'on' if value else 'off'})"
-            group.add_argument(flag(name), flag_off(name), dest=name, action=Switch, nargs=0, help=help)
+            off = flag(f"{section}no_{field.name}")  # --no-shuffle, --model.no-bias
+            group.add_argument(flag(name), off, dest=name, action=Switch, nargs=0, help=help)
         else:
             group.add_argument(flag(name), dest=name, choices=allowed, type=parse, help=help)
 

@@ -195,17 +195,12 @@ def make_documents(seed, n=40) -> list[str]:
 
 
 def make_hellaswag_rows(n: int, seed: int = 0) -> list[dict]:
-    """n rows with the fields of HellaSwag's, of random words, in endings of different lengths."""
+    """n rows like HellaSwag's, of random words, in contexts and endings of different lengths."""
     rng = np.random.default_rng(seed)
-
-    def random_words(most: int) -> str:
-        return " ".join(rng.choice(WORDS, rng.integers(1, most))) + "."
-
     rows = []
     for i in range(n):
-        a, b = random_words(30), random_words(4)
-        row = {"ctx": f"{a} {b}", "ctx_a": a, "ctx_b": b, "activity_label": "x"}
-        rows.append({**row, "endings": [random_words(25) for _ in range(4)], "label": i % 4})
+        context, *endings = [" ".join(rng.choice(WORDS, rng.integers(1, 30))) for _ in range(5)]
+        rows.append({"ctx": context, "endings": endings, "label": i % 4})
     return rows
 
 

@@ -30,6 +30,33 @@ from weights import checkpoint
 # 1: one line on stderr begins with "error:". 2: the parser does not know a word, or there is no such network.
 TABLE = """
 1 | train_gpt2.py quickstart --sequence-length 0           | --sequence-length 0
+1 | train_gpt2.py --total-batch-size 1000                  | --total-batch-size 1024
+1 | train_gpt2.py --sequence-length 2048                   | --sequence-length 2048
+1 | train_gpt2.py --micro-batch-size 0                     | --micro-batch-size 0
+1 | train_gpt2.py --val-tokens 1023                        | --val-tokens 1023
+1 | train_gpt2.py --min-lr 1                               | --min-lr 1.0
+1 | train_gpt2.py --save-every -1                          | --save-every -1
+1 | train_gpt2.py --cooldown 1.5                           | --cooldown 1.5
+1 | train_gpt2.py --weight-decay nan                       | --weight-decay nan
+1 | train_gpt2.py --time-limit soon                        | soon
+1 | train_gpt2.py --seed 9223372036854775808               | --seed 9223372036854775808
+2 | train_gpt2.py --seeed 1                                | --seeed
+2 | train_gpt2.py --see 1                                  | --see
+2 | train_gpt2.py --max-steps x                            | 'x'
+2 | train_gpt2.py --max-steps                              | --max-steps
+2 | train_gpt2.py --max-steps 1.5                          | 1.5
+2 | train_gpt2.py --micro-batch-size many                  | many
+2 | train_gpt2.py --optimizer sgd                          | sgd
+2 | train_gpt2.py --zero-stage 2                           | 2
+2 | train_gpt2.py --shuffle=1                              | 1
+2 | train_gpt2.py --model.n-head 5                         | n_head 5
+2 | train_gpt2.py --model.norm batch                       | batch
+2 | train_gpt2.py quickstart overfit                       | overfit
+2 | train_gpt2.py quickstrat                               | quickstart
+2 | train_gpt2.py --dry-run --eval-only                    | --eval-only
+2 | train_gpt2.py --card                                   | --card
+2 | train_gpt2.py --dry-run --card H100                    | --card
+1 | train_gpt2.py finetune --data-dir none --card H100     | in none
 1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
 1 | train_gpt2.py gpt2-124m --card 7xH100                  | --total-batch-size 523264
 1 | train_gpt2.py finetune --init-from gpt2-xl --card H100 | --init-from gpt2-xl
@@ -51,7 +78,14 @@ TABLE = """
 1 | train_gpt2.py finetune --data-dir tiny --out-dir NEW --init-from small --sequence-length 16 | --sequence-length 16
 1 | TRAIN --eval-only                                      | --init-from
 1 | TRAIN --out-dir run                                    | --resume auto
-1 | TRAIN --seed 18446744073709551616                      | --seed 18446744073709551616
+1 | TRAIN --resume run --out-dir run --max-steps 13 --seed 1 | seed: 1337 -> 1; to keep the old ones
+1 | TRAIN --resume run --max-steps 13 --no-shuffle --max-lr 1 | shuffle: True -> False; max_lr: 0.003 -> 1.0
+1 | TRAIN --resume run --model.n-head 4 --allow-drift      | n_head: 2 -> 4
+1 | TRAIN --resume run --model.vocab-size 512 --allow-drift | 256 -> 512
+1 | TRAIN --resume run --optimizer muon --allow-drift      | adamw -> muon
+1 | TRAIN --resume run/model_00006.pt --max-steps 11       | max_steps: 12 -> 11
+1 | TRAIN --init-from weights --model.n-layer 3            | n_layer=2
+1 | TRAIN --stop-off-track                                 | no public runs
 1 | TRAIN --out-dir text.txt                               | text.txt
 1 | TRAIN --out-dir circle/run                             | circle/run
 1 | fineweb.py --source none.txt                           | none.txt
@@ -97,7 +131,6 @@ TABLE = """
 1 | plots.py cut                                           | cut
 1 | plots.py .                                             | runs
 2 | hub.py pull-data OWNER/NAME                            | data_dir
-2 | train_gpt2.py quickstart --model.n-head 3              | n_head 3
 """
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -151,8 +150,8 @@ def test_an_error_in_a_file_is_explained_with_its_fix():
 def test_rank_0_prints_without_control_codes(monkeypatch, capsys):
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        printing.print0("a\tb\nc\x1b]0;title\x07\x9b", 1)
-    assert capsys.readouterr().out == "a\tb\nc\ufffd]0;title\ufffd\ufffd 1\n"
+        printing.print0("a\tb\nc\x1b]0;title\x07\x9b")
+    assert capsys.readouterr().out == "a\tb\nc\ufffd]0;title\ufffd\ufffd\n"
 
 
 def test_what_the_log_cannot_take_ends_nothing():
@@ -172,12 +171,12 @@ for text in progress_bar(["a", chr(0x4e2d), "b"], "texts"):
 
 
 def test_a_duration_shows_its_two_largest_units():
-    shown = [format_duration(seconds) for seconds in (59.9, 60, 3599, 3600, 3755, 86400, 103468)]
-    assert shown == "59s 1m00s 59m59s 1h00m 1h03m 1d00h 1d05h".split()
+    shown = [format_duration(seconds) for seconds in (9, 3569, 3599, 3755, 103468)]
+    assert shown == "0m09s 59m29s 1h00m 1h03m 28h44m".split()
 
 
 def test_a_duration_is_read_or_refused():
-    assert [parse_duration(text) for text in ("3h50m", "1d2s", "45", "")] == [13800, 86402, 45, math.inf]
+    assert [parse_duration(text) for text in ("3h50m", "1d2s", "45", "")] == [13800, 86402, 45, 0]
     for text in ("5 minutes", "3m2h", "-1"):
         with pytest.raises(UserError, match=text):
             parse_duration(text)

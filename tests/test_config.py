@@ -4,7 +4,6 @@ share all settings but local ones; every choice is handled somewhere. test_resum
 import functools
 import importlib
 import math
-import re
 import shlex
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from lifecycle import command_line
-from lifecycle.command_line import Mode, parse
+from lifecycle.command_line import parse
 from model import GPTConfig
-from system.errors import UsageError, UserError
+from system.errors import UserError
 from training import optim
 from training.config import TrainConfig, flag, settings_by_flag
 from training.presets import DESCRIPTIONS, PRESETS
@@ -126,26 +125,12 @@ def test_flags_override_the_preset():
     assert parse_words(flags) == replace(GPT2, **words)
 
 
-@pytest.mark.parametrize("words, named", [
-    ("--seeed 1", "--seeed"), ("--see 1", "--see"), ("--max-steps x", "'x'"), ("--max-steps", "--max-steps"),
-    ("--max-steps 1.5", "1.5"),
-    ("--micro-batch-size many", "many"), ("--optimizer sgd", "sgd"), ("--zero-stage 2", "2"), ("--shuffle=1", "1"),
-    ("--beta1 0.9", "--beta1"), ("--steps-per-epoch 3", "--steps-per-epoch"), ("--model.n-head 5", "n_head 5"),
-    ("--model.norm batch", "batch"), ("quickstart overfit", "overfit"), ("gpt2-xl", "gpt2-124m"),
-    ("quickstrat", "quickstart"), ("--dry-run --eval-only", "--eval-only"), ("--card", "--card"),
-    ("--dry-run --card H100", "--card"),
-])  # fmt: skip
-def test_a_word_that_is_not_accepted_is_named(words, named):
-    with pytest.raises(UsageError, match=re.escape(named)):
-        parse_words(words)
-
-
 @pytest.mark.parametrize("words, mode", [
-    ("", Mode("train")), ("--dry-run", Mode("dry-run")), ("--eval-only", Mode("eval-only")),
-    ("--card 8xH100", Mode("card", "8xH100")),
+    ("", ("train", "")), ("--dry-run", ("dry-run", "")), ("--eval-only", ("eval-only", "")),
+    ("--card 8xH100", ("train", "8xH100")),
 ])  # fmt: skip
 def test_a_mode_is_no_setting_of_the_run(words, mode):
-    assert parse(["quickstart", *words.split()]) == (QUICKSTART, mode)
+    assert parse(["quickstart", *words.split()]) == (QUICKSTART, *mode)
 
 
 def test_the_help_has_every_flag_with_its_value_and_sentence(capsys):
@@ -202,7 +187,7 @@ def test_steps_follow_from_max_steps_epochs_or_data(words, steps):
 
 def test_too_few_steps_are_refused_with_what_suits_the_text():
     """Of 19 sequences an epoch, four a step: four epochs are 19 steps."""
-    with pytest.raises(UserError, match="--max-steps 40, which reads it 8 times"):
+    with pytest.raises(UserError, match="--max-steps 40"):
         count_steps(parse_words("finetune"), 19)
     assert count_steps(parse_words("finetune"), 20) == 20
 
@@ -217,19 +202,12 @@ EXTREME = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bad, named", [
-    ({"total_batch_size": 1000}, "--total-batch-size 1024"), ({"sequence_length": 2048}, "--sequence-length 2048"),
-    ({"micro_batch_size": 0}, "--micro-batch-size 0"), ({"val_tokens": 1023}, "--val-tokens 1023"),
-    ({"min_lr": 1.0}, "--min-lr 1.0"), ({"save_every": -1}, "--save-every -1"), ({"cooldown": 1.5}, "--cooldown 1.5"),
-    ({"seed": 2**63}, f"--seed {2**63}"), ({"max_lr": math.nan}, "--max-lr nan"), ({"time_limit": "soon"}, "soon"),
-    ({"optimizer": "new"}, "muon"),
-])  # fmt: skip
-def test_a_value_out_of_its_range_is_refused(bad, named):
+def test_a_value_out_of_its_range_is_refused():
+    """Also one that a checkpoint holds; test_bad_input.py has those of a command line."""
     replace(GPT2, **EXTREME)
-    with pytest.raises(UserError, match=re.escape(named)):
-        replace(GPT2, **bad)
-    with pytest.raises(UserError, match=re.escape(named)):  # a checkpoint may hold it, too
-        TrainConfig.from_dict(GPT2.to_dict() | bad)
+    for bad, named in ({"max_lr": math.nan}, "--max-lr nan"), ({"optimizer": "new"}, "muon"):
+        with pytest.raises(UserError, match=named):
+            TrainConfig.from_dict(GPT2.to_dict() | bad)
 
 
 # Where the alternatives of a setting are told apart: a dict from name to function.

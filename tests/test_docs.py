@@ -37,6 +37,7 @@ OTHERS = set("""
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
     hf_ instance_ids DictReader field_size_limit MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
+    --gpus-per-node --constraint --exclude --local-addr --model_args --batch_size --max_steps
 """.split())  # fmt: skip
 
 
@@ -111,17 +112,8 @@ def test_the_script_understands_the_command(command, request, monkeypatch):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_flag_that_is_named_exists(name):
-    others = {
-        "--gpus-per-node",
-        "--constraint",
-        "--exclude",
-        "--local-addr",
-        "--model_args",
-        "--batch_size",
-        "--max_steps",
-    }
     scripts = "\n".join(text for file, text in SOURCES.items() if "/" not in file)
-    flags = {*re.findall(r'"(--[\w-]+)"', scripts), *others, *PATCH_FLAGS}
+    flags = {*re.findall(r'"(--[\w-]+)"', scripts), *OTHERS, *PATCH_FLAGS}
     flags |= set(re.findall(r"--[\w.-]+", command_line.make_parser(PRESETS["gpt2-124m"]).format_help()))
     named = {flag for code in find_code(name) if code.startswith("--") for flag in re.findall(r"--[a-z][\w.-]+", code)}
     assert named - flags == set()

@@ -1,7 +1,6 @@
 """What a run reports: metrics.jsonl, the console line, and trackers, which draw no point twice."""
 
-import os
-import signal
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,41 +8,20 @@ from types import SimpleNamespace
 import pytest
 from helpers import CPU, limit_file_size, load_metrics, parse_config
 
+from lifecycle import metrics
 from lifecycle.metrics import MetricsLogger
 from lifecycle.run import Run
 from model import GPT, GPTConfig
-from system import cards
-from system.distributed import Runtime
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
 
-def make_logger(folder, start_step=0, tracker="none", rt=CPU) -> MetricsLogger:
+def make_logger(folder, start_step=0, tracker="none") -> MetricsLogger:
     """The logger of a run that starts or resumes at a step: gpt2-124m at $20 an hour, but with a small model."""
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd", "20")
-    # Not by its flag, which wants the tracker's package.
-    return MetricsLogger(Run(replace(cfg, tracker=tracker), rt, GPT(SMALL), None, None, "", start_step, 0, 7209))
-
-
-# ------------------------------------------------------------------------- metrics.jsonl
-
-
-def test_a_written_line_survives_a_kill(tmp_path):
-    """Of the process, at once: nothing of it waits in a buffer."""
-    child = os.fork()
-    if child == 0:
-        make_logger(tmp_path).write({"step": 0, "train_loss": 1.0})
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert load_metrics(tmp_path) == [{"step": 0, "train_loss": 1.0}]
-
-
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    """One that replaced the file would take it from rank 0."""
-    monkeypatch.setattr(Runtime, "gather", lambda self, obj: [obj, obj])
-    make_logger(tmp_path, rt=replace(CPU, rank=1, world_size=2)).write({"step": 0})
-    assert not list(tmp_path.iterdir())
+    cfg = replace(cfg, tracker=tracker)  # not by its flag, which wants the tracker's package
+    return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, None, start_step, 0, 7209))
 
 
 # ------------------------------------------------------------------------- the console
@@ -52,12 +30,12 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
 def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch):
     # A card that would need 0.4123 s for a step at its peak.
     flops_per_second = GPT(SMALL).flops_per_token(1024) * 524288 / 0.4123
-    monkeypatch.setattr(cards, "peak_flops", lambda device: flops_per_second)
+    monkeypatch.setattr(metrics, "total_peak_flops", lambda rt: flops_per_second)
     logger = make_logger(tmp_path, start_step=3600)
     row = {"step": 3601, "train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25}
 
     # The first step compiles: it says nothing about the time to go.
-    logger.log_step(row | {"step": 3600}, seconds=60.0)
+    logger.log_step(row | {"step": 3600}, seconds=60.0, waited_s=0.0)
     assert "eta" not in capsys.readouterr().out
 
     # The second step of a run that has lasted an hour, 1.25 s after the first.
@@ -132,3 +110,8 @@ def test_wandb_gets_each_point_once(tmp_path, monkeypatch):
     # A new run in the folder is another one to wandb.
     make_logger(tmp_path / "run", tracker="wandb")
     assert starts[2]["id"] != starts[1]["id"]
+
+    # And a copy of the folder.
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    make_logger(tmp_path / "copy", start_step=3, tracker="wandb")
+    assert starts[3]["id"] != starts[2]["id"]

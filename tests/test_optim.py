@@ -72,20 +72,16 @@ def test_every_optimizer_is_chosen_for_something_and_no_other_is():
 
 def test_bfloat16_parameters_keep_float32_weights():
     """Updates too small for bfloat16 add up in the weights; the model has these, rounded; a tied head stays tied."""
-    trainer = build(dataclasses.replace(BASE, param_dtype="bfloat16", weight_decay=0.0))
+    small_steps = {"max_lr": 1e-6, "min_lr": 1e-6, "warmup_steps": 0, "weight_decay": 0.0}
+    trainer = build(dataclasses.replace(BASE, param_dtype="bfloat16", **small_steps))
     name, model = "transformer.h.0.attn.c_attn.weight", trainer.model
     before = trainer.weights[name].clone()
-
-    for group in trainer.optimizers["adamw"].param_groups:
-        group["lr"] = 1e-6
     for _ in range(3):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        trainer.update()
+        take_step(trainer, 0)  # the gradient stays nearly the same, and so does Adam's update, which is the rate
 
     state = to_state_dict(model, trainer.weights)
     assert all(weight.grad is None for weight in trainer.weights.values())  # they would be memory
-    assert torch.allclose(before - state[name], torch.tensor(3e-6), atol=1e-8)
+    assert torch.allclose((before - state[name]).abs().median(), torch.tensor(3e-6), rtol=0.1)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
     assert same_bits(model.state_dict(), {name: tensor.bfloat16() for name, tensor in state.items()})
     assert model.lm_head.weight is model.transformer.wte.weight

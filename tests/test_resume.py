@@ -174,26 +174,10 @@ def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
     assert kept.read_text() == curve
 
 
-# ------------------------------------------------------------------------- what has changed
+# ------------------------------------------------------------------------- what has changed (and test_bad_input.py)
 
 
-@pytest.mark.parametrize("flags, names", [
-    ("--seed 1", r"seed: 1337 -> 1;.*--seed 1337;.*--allow-drift"),
-    ("--no-shuffle --overfit-single-batch --max-lr 1", "--shuffle --no-overfit-single-batch --max-lr 0.003 "),
-    # Not even --allow-drift changes the network: the checkpoints would name one that is not theirs.
-    ("--model.n-head 4 --allow-drift", "model.n_head: 2 -> 4"),
-    ("--model.vocab-size 512 --allow-drift", "model.vocab_size: 256 -> 512"),
-    # Nor an optimizer: there is no state of another one.
-    ("--optimizer muon --allow-drift", "optimizer: adamw -> muon.*restore them: --optimizer adamw$"),
-])  # fmt: skip
-def test_other_settings_are_refused_with_the_flags_that_restore(refuses, flags, names):
-    refuses("--resume", "auto", "--max-steps", "13", *flags.split(), names=names)
-
-
-def test_a_flag_left_out_does_not_end_a_run_early(tiny_args, trained_run, tmp_path):
-    with pytest.raises(UserError, match="max_steps: 12 -> 11"):
-        train_quickstart(tiny_args, tmp_path / "b", "--resume", trained_run / "model_00006.pt", "--max-steps", "11")
-    # A complete run has no end to change.
+def test_a_complete_run_has_no_end_to_change(tiny_args, trained_run):
     train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "11")
     assert latest_step(trained_run) == 12
 
@@ -236,7 +220,7 @@ def test_a_run_keeps_the_weights_that_it_began_from(tiny_args, trained_run, caps
     """A run from random weights, and other weights that exist."""
     flags = ["--resume", "auto", "--max-steps", "13", "--init-from", trained_run / "model_00003.pt"]
     train_quickstart(tiny_args, trained_run, *flags)
-    assert "model_00003.pt is not used" in capsys.readouterr().out
+    assert "resumed from" in capsys.readouterr().out
     assert checkpoint.read_train_state(trained_run)["config"]["init_from"] == "scratch"
 
 
@@ -248,22 +232,15 @@ def write_weights(folder, **network) -> GPTConfig:
 
 
 def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
-    """As OpenAI's, of 50,257 tokens, into presets of 50,304. All else is as the --model flags have it, or refused. A
-    resumed run remembers where they came from: else it would be judged by the public runs of its preset."""
+    """As OpenAI's, of 50,257 tokens, into presets of 50,304. All else is as the --model flags have it."""
     network = write_weights(tmp_path, n_layer=2)
-    begin = ["--init-from", tmp_path]
-
-    run = train_quickstart(tiny_args, tmp_path / "run", *begin, "--max-steps", "3")
-    train_quickstart(tiny_args, run, "--max-steps", "5", "--resume", "auto")
-
-    assert open_model(run).config == network and list(load_curve(run)) == list(range(6))
-    assert checkpoint.read_train_state(run)["config"]["init_from"] == str(tmp_path)
-    with pytest.raises(UserError, match="n_layer is 2, not 3"):
-        train_quickstart(tiny_args, tmp_path / "other", *begin, "--model.n-layer", "3")
+    run = train_quickstart(tiny_args, tmp_path / "run", "--init-from", tmp_path, "--max-steps", "1")
+    assert open_model(run).config == network
 
 
 def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
-    """Whatever the preset's: here another shape. Start, resume by the same command, resume by the checkpoint alone."""
+    """Whatever the preset's: here another shape. Start, resume by the same command, resume by the checkpoint alone. The
+    run remembers where they came from: else it would be judged by the public runs of its preset."""
     network = write_weights(tmp_path, n_layer=3, positions="rope", norm="rmsnorm")
     run, begin = tmp_path / "run", ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data]
     more = "--sequence-length 32 --total-batch-size 256 --sample-every 0 --no-compile --out-dir".split()
@@ -276,3 +253,4 @@ def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
         train_gpt2.train(parse_config(*words, *more, run), CPU, StopRequest())
 
     assert open_model(run).config == network and list(load_curve(run)) == list(range(6))
+    assert checkpoint.read_train_state(run)["config"]["init_from"] == str(tmp_path)

@@ -36,7 +36,7 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
 # ------------------------------------------------------------------------- a loss or gradient that is not finite
 
 
-def poison(at=lambda micro_step: True) -> None:
+def poison(monkeypatch, at=lambda micro_step: True) -> None:
     """From now on, let the loss of these micro-steps of training be NaN; 0 is the first one."""
     forward, micro_steps = torch.nn.Embedding.forward, itertools.count()
 
@@ -45,22 +45,7 @@ def poison(at=lambda micro_step: True) -> None:
         is_training = torch.is_grad_enabled() and self.num_embeddings == 256  # the positions are embedded, too
         return embedded * math.nan if is_training and at(next(micro_steps)) else embedded
 
-    torch.nn.Embedding.forward = poisoned_forward
-
-
-@pytest.fixture
-def unpoisoned(monkeypatch) -> None:
-    """Undoes `poison` after the test."""
-    monkeypatch.setattr(torch.nn.Embedding, "forward", torch.nn.Embedding.forward)
-
-
-def test_two_ranks_refuse_together(tiny_args, tmp_path, run_ranks):
-    """With the status by which train.sh restarts them: it may be a glitch."""
-    status = tmp_path / "status"
-    flags = ["quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
-    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=poison, env={"TRAIN_STATUS_FILE": str(status)})
-    assert "step 0: loss nan" in output
-    assert json.loads(status.read_text())["status"] == "system_error"
+    monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned_forward)
 
 
 def report_a_bad_norm_on_rank_1() -> None:
@@ -76,19 +61,22 @@ def report_a_bad_norm_on_rank_1() -> None:
 
 
 def test_all_ranks_refuse_what_one_of_them_finds_not_finite(tiny_args, tmp_path, run_ranks):
-    """All of them save that step and refuse its update, and none waits for the others."""
-    run = tmp_path / "run"
-    flags = ["quickstart", *tiny_args, "--out-dir", run]
-    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, prepare=report_a_bad_norm_on_rank_1)
+    """All of them save that step and refuse its update, and none waits for the others. The status is the one by which
+    train.sh restarts them: it may be a glitch."""
+    run, status = tmp_path / "run", tmp_path / "status"
+    command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run]
+    env = {"TRAIN_STATUS_FILE": str(status)}
+    output = run_ranks(2, *command, fails=True, prepare=report_a_bad_norm_on_rank_1, env=env)
+    assert json.loads(status.read_text())["status"] == "system_error"
     assert output.count("step 2: loss 5.") == output.count("not finite on 1 ranks") == 2
     assert complete_steps(run)[-1] == 2
 
 
-def test_a_refused_update_loses_no_step_and_no_checkpoint(tiny_args, tmp_path, one_run, unpoisoned):
+def test_a_refused_update_loses_no_step_and_no_checkpoint(tiny_args, tmp_path, one_run, monkeypatch):
     """All before it is saved, though no save is due; every earlier checkpoint stays, because the weights may be the
     cause; and the restarted run ends with the same bits."""
     flags, run = [*tiny_args, "--keep", "1", "--val-every", "0"], tmp_path / "run"
-    poison(at=lambda micro_step: micro_step == 16)  # two at the start, and two a step
+    poison(monkeypatch, at=lambda micro_step: micro_step == 16)  # two at the start, and two a step
     with pytest.raises(TransientError, match="step 7: loss nan"):
         train_quickstart(flags, run)
     assert complete_steps(run)[-2:] == [6, 7]
@@ -118,15 +106,13 @@ def test_a_weight_that_is_not_a_number_is_not_saved(tiny_args, tmp_path, one_run
 
 # ------------------------------------------------------------------------- float16 and its loss scale
 
-# As record8-124m on a GPU before Ampere: AdamW and Muon, and weights that then stay in float32.
-FLOAT16 = "--dtype float16 --param-dtype bfloat16 --optimizer muon".split()
-
 
 @pytest.fixture
 def float16_args(tiny_args, monkeypatch):
-    """Flags of a run whose loss scale begins at 8, and tries to double after every four good steps instead of 2,000."""
+    """Flags of a run whose loss scale begins at 8, and tries to double after every four good steps instead of 2,000. As
+    record8-124m on a GPU before Ampere it has AdamW and Muon, and weights that then stay in float32."""
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=4))
-    return [*tiny_args, *FLOAT16, "--save-every", "1"]
+    return [*tiny_args, *"--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1".split()]
 
 
 def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> None:
@@ -162,9 +148,9 @@ def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, m
     assert load_curve(run) == curve and same_bits(load_weights(run), weights)
 
 
-def test_float16_refuses_a_loss_that_is_nan(float16_args, tmp_path, unpoisoned):
+def test_float16_refuses_a_loss_that_is_nan(float16_args, tmp_path, monkeypatch):
     """A loss is never scaled, so this is no overflow."""
-    poison()
+    poison(monkeypatch)
     with pytest.raises(TransientError, match=r"step 0: loss nan.*--dtype float32"):
         train_quickstart(float16_args, tmp_path / "loss")
 

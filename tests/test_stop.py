@@ -18,12 +18,7 @@ from weights.run_folder import latest_step
 
 def test_a_time_limit_counts_from_the_first_start(monkeypatch):
     monkeypatch.setenv("TRAIN_START_TIME", str(int(time.time()) - 3600))
-    assert StopRequest("59m").is_requested() and not StopRequest("61m").is_requested()
-
-
-@pytest.mark.parametrize("limit", ["1h", "0", ""])
-def test_a_time_limit_of_zero_is_none(limit):
-    assert not StopRequest(limit).is_requested()
+    assert [limit for limit in ("59m", "61m", "0", "") if StopRequest(limit).is_requested()] == ["59m"]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])

@@ -15,7 +15,6 @@ Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag 
 """
 
 import dataclasses
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from typing import Any, Literal
 from model import GPTConfig, known_settings
 from system.errors import explain_errors, require
 from system.printing import parse_duration
-from system.settings import check_settings, flag, flag_off, setting, whole_number
+from system.settings import check_settings, flag, setting, whole_number
 
 HELLASWAG_DATA = "data/hellaswag/hellaswag_val.jsonl"  # where hellaswag.py puts the rows
 GPT2_124M = GPTConfig(vocab_size=50304)  # padded from 50257 to a multiple of 128, for the matmul kernels
@@ -205,13 +204,6 @@ def has_mark(name: str, mark: str) -> bool:
 def shapes_result(name: str) -> bool:
     """Whether a resumed run must have the value that the setting had before."""
     return name in RECIPE or name.startswith("model.")
-
-
-def as_flag(name: str, value: Any) -> str:
-    """The flag that sets a setting to a value: --max-lr 0.001, --no-shuffle, --model.no-bias."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag_off(name)
-    return f"{flag(name)} {shlex.quote(str(value))}"
 
 
 def flatten(cfg: TrainConfig) -> dict[str, Any]:

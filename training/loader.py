@@ -190,10 +190,6 @@ class Loader:
         size = self.order.shards_per_group
         return self.data_id if size == 1 else f"{self.data_id}-{size}"
 
-    def describe(self) -> str:
-        """What was found, for a message: a text that differs if the files do."""
-        return f"{self.fingerprint()} ({len(self.files)} shards, {sum(file.tokens for file in self.files):,} tokens)"
-
     def _read_shard(self, index: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if its hash is not the manifest's,
         or for an id above the vocabulary: it would index past the embedding, on a GPU an error that names nothing."""

@@ -68,8 +68,12 @@ def choose_update(name: str, p: Tensor, module: nn.Module, cfg: Recipe) -> Updat
 
 def choose_updates(model: GPT, cfg: Recipe) -> dict[str, Update]:
     """{name: what updates it} of each parameter that is trained, a tied one once."""
-    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
-    return {name: choose_update(name, p, modules[name], cfg) for name, p in model.named_parameters() if p.requires_grad}
+    updates = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            module = model.get_submodule(name.rpartition(".")[0])
+            updates[name] = choose_update(name, p, module, cfg)
+    return updates
 
 
 def state_bytes(model: GPT, cfg: Recipe, shards: int = 1) -> int:
@@ -78,8 +82,11 @@ def state_bytes(model: GPT, cfg: Recipe, shards: int = 1) -> int:
     sizes: dict[str, list[int]] = {}
     for name, update in choose_updates(model, cfg).items():
         sizes.setdefault(update.optimizer, []).append(model.get_parameter(name).numel())
-    in_shard = {optimizer: max(sum(numbers) // shards, max(numbers)) for optimizer, numbers in sizes.items()}
-    return sum(4 * OPTIMIZERS[optimizer].state_per_weight * numbers for optimizer, numbers in in_shard.items())
+    total = 0
+    for optimizer, numbers in sizes.items():
+        in_shard = max(sum(numbers) // shards, max(numbers))
+        total += 4 * OPTIMIZERS[optimizer].state_per_weight * in_shard
+    return total
 
 
 def is_sharded(cfg: TrainConfig, rt: Runtime) -> bool:
@@ -92,15 +99,14 @@ def build_optimizers(
 ) -> dict[str, torch.optim.Optimizer]:
     """The run's optimizers by their names, over its float32 weights. With --zero-stage 1 on several ranks, each rank
     keeps the state of its share only."""
-    groups: dict[Update, list[Tensor]] = {}
+    weights_by_update: dict[str, dict[Update, list[Tensor]]] = {}
     for name, update in choose_updates(model, cfg).items():
-        groups.setdefault(update, []).append(weights[name])
+        weights_by_update.setdefault(update.optimizer, {}).setdefault(update, []).append(weights[name])
 
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    for optimizer in dict.fromkeys(update.optimizer for update in groups):
+    for optimizer, own in weights_by_update.items():
         optimizer_class, arguments, _ = OPTIMIZERS[optimizer]
-        own = [update for update in groups if update.optimizer == optimizer]
-        own_groups = [{"params": groups[update], **asdict(update)} for update in own]
+        own_groups = [{"params": tensors, **asdict(update)} for update, tensors in own.items()]
         arguments = {"lr": cfg.max_lr, **arguments}  # the schedule sets every group's rate before each step
         if is_sharded(cfg, rt):
             from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes more than a second

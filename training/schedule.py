@@ -55,9 +55,7 @@ def count_steps(cfg: TrainConfig, sequences_per_epoch: int) -> int:
     steps = bisect.bisect_right(range(sequences + 1), sequences, key=lambda step: sequences_before(step, cfg)) - 1
     data = f"--epochs {cfg.epochs} of this data ({sequences_per_epoch} sequences of {cfg.sequence_length} tokens)"
     problem = f"{data} make {steps} steps of --total-batch-size {cfg.total_batch_size}, too few to learn from"
-    times = sequences_before(2 * MIN_STEPS, cfg) / sequences_per_epoch
-    fix = f"use more text, or --max-steps {2 * MIN_STEPS}, which reads it {times:,.0f} times"
-    require(steps >= MIN_STEPS, f"{problem}; {fix}")
+    require(steps >= MIN_STEPS, f"{problem}; use more text, or --max-steps {2 * MIN_STEPS}")
     return steps
 
 

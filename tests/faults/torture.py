@@ -39,7 +39,7 @@ TOKENIZE = ["fineweb", "--shard-size", 1500, "--source"]
 
 
 class Job:
-    """A command that fills a folder and that, run again, fills what is missing. Its last flag names the folder."""
+    """A command that fills a folder and that, run again, fills what is missing."""
 
     def __init__(self, folder: Path, name: str, command: list):
         self.name, self.command, self.ranks = name, command, 2 if "2 ranks" in name else 1
@@ -53,7 +53,8 @@ class Job:
 
     def start(self, **how) -> list[Script]:
         """A process for each rank."""
-        return start_ranks(self.ranks, *self.command, self.out, log=self.log, **how)
+        out = "--out-dir" if self.command[0] == "train_gpt2" else "--out"
+        return start_ranks(self.ranks, *self.command, out, self.out, log=self.log, **how)
 
     def run(self, **how) -> Script:
         first, *_ = [rank.wait() for rank in self.start(**how)]
@@ -102,12 +103,12 @@ def main() -> None:
         rows = [{"text": f"line {i} of a walk, é" * (i % 60)} for i in range(150)]
         tokenize = [*TOKENIZE, write_jsonl(folder / "text.jsonl", rows)]
         commands = {
-            "train": [*train, "--out-dir"],
-            "train, muon, --keep 2": [*train, "--optimizer", "muon", "--keep", "2", "--out-dir"],
-            "train, 2 ranks": [*train, "--out-dir"],
-            "train, 2 ranks, ZeRO-1": [*train, "--zero-stage", "1", "--out-dir"],
-            "fineweb, npy": [*tokenize, "--format", "npy", "--out"],
-            "fineweb, bin": [*tokenize, "--format", "bin", "--out"],
+            "train": train,
+            "train, muon, --keep 2": [*train, *"--optimizer muon --keep 2".split()],
+            "train, 2 ranks": train,
+            "train, 2 ranks, ZeRO-1": [*train, *"--zero-stage 1".split()],
+            "fineweb, npy": tokenize,
+            "fineweb, bin": [*tokenize, *"--format bin".split()],
         }
         jobs = [Job(folder, name, command) for name, command in commands.items()]
 
