@@ -190,7 +190,7 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
     """In a process of its own: the curve of train_gpt2.py with these flags, from the weights `state`."""
     rt = Runtime(torch.device("cpu"), torch.float32)
     muon.NEWTON_SCHULZ_DTYPE = torch.float32  # bfloat16, as everywhere else, would not agree to rounding
-    cfg, _ = parse(flags.split())
+    cfg = parse(flags.split())[0]
     torch.manual_seed(cfg.seed)
     model = GPT.from_state_dict(cfg.model, {name: torch.from_numpy(w.copy()) for name, w in state.items()})
     trainer = build_trainer(model, cfg, rt, cfg.max_steps)
