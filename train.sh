@@ -72,7 +72,8 @@ read_arguments() {
         folder=$(dirname "$found")
         # An epoch is one of the run's own, whatever the data; --epochs records how many its steps are.
         if [[ ${2-} =~ ^[0-9]+$ ]]; then
-            steps=$("$python" -c "$count_steps" "$2" "$folder/config.json") || fail "say --max-steps instead of $2"
+            steps=$("$python" -c "$count_steps" "$2" "$folder/config.json" 2>/dev/null) ||
+                fail "$folder/config.json, which has the steps of that run, cannot be read; say --max-steps instead of $2"
             set -- "$1" --epochs "$2" --max-steps "$steps" "${@:3}"
         fi
         args=(--resume "$folder" "${@:2}")

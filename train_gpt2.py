@@ -2,7 +2,7 @@
 
 python train_gpt2.py quickstart                                            # minutes on a laptop
 torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
-python train_gpt2.py --resume log/gpt2-124m --max-steps 38146              # train a finished run on
+python train_gpt2.py --resume log/gpt2-124m --max-steps 38146 --out-dir log/second     # train on
 
 `train` is the loop of train_gpt2_plain.py, with what a long run needs around it. The larger additions are marked:
 

@@ -40,6 +40,10 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
     Raises UserError if it cannot start so, or if the ranks did not find the same. Every rank must call it."""
     # The checkpoint, then the data: missing data are reported before any weights are downloaded.
     saved = find_checkpoint(cfg)
+    is_meant = saved or rt.device.type != "cpu" or cfg.device != "auto" or cfg.init_from != "scratch"
+    problem = f"there is no GPU here, and on a CPU a network of width {cfg.model.n_embd} trains for months"
+    fix = "use the preset quickstart, or --device cpu to do it all the same"
+    require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; {fix}")
     find_shards(cfg.data_dir, "train")
 
     # The network and its weights. A resumed run keeps those that it has, also if they came from --init-from.
@@ -50,10 +54,6 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
         print0(f"resumed from {saved['model_file']}")
         model = open_model(saved["model_file"])
     else:
-        is_meant = rt.device.type != "cpu" or cfg.device != "auto" or cfg.init_from != "scratch"
-        problem = f"there is no GPU here, and on a CPU a network of width {cfg.model.n_embd} trains for months"
-        fix = "use the preset quickstart, or --device cpu to do it all the same"
-        require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; {fix}")
         model = open_first_weights(cfg)
         cfg = replace(cfg, model=model.config)
 

@@ -68,7 +68,7 @@ TABLE = """
 1 | TRAIN --micro-batch-size 3                             | --micro-batch-size 3
 1 | TRAIN --max-steps 0 --total-batch-size 1048576         | --total-batch-size 1048576
 1 | TRAIN --device cuda                                    | --device cuda
-1 | train_gpt2.py --data-dir tiny --sequence-length 16 --out-dir NEW | --device cpu
+1 | train_gpt2.py --data-dir none --out-dir NEW            | --device cpu
 1 | TRAIN --device cpu:1                                   | --device cpu:1
 1 | TRAIN --device cuda:x                                  | --device cuda:x
 1 | TRAIN --data-dir none                                  | none

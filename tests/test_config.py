@@ -186,9 +186,14 @@ def test_steps_follow_from_max_steps_epochs_or_data(words, steps):
 
 
 def test_too_few_steps_are_refused_with_what_suits_the_text():
-    """Of 19 sequences an epoch, four a step: four epochs are 19 steps."""
-    with pytest.raises(UserError, match="--max-steps 40"):
+    """Of 19 sequences an epoch, four a step: four epochs are 19 steps. A smaller batch makes more of them."""
+    with pytest.raises(UserError, match=r"--total-batch-size 1024$"):
         count_steps(parse_words("finetune"), 19)
+    assert count_steps(parse_words("finetune --total-batch-size 1024"), 19) == 76
+    with pytest.raises(UserError, match=r"--total-batch-size 25600$"):
+        count_steps(parse_words("gpt2-124m --epochs 1"), 1000)
+    with pytest.raises(UserError, match=r"--max-steps 40$"):
+        count_steps(parse_words("finetune"), 4)
     assert count_steps(parse_words("finetune"), 20) == 20
 
 

@@ -55,7 +55,10 @@ def count_steps(cfg: TrainConfig, sequences_per_epoch: int) -> int:
     steps = bisect.bisect_right(range(sequences + 1), sequences, key=lambda step: sequences_before(step, cfg)) - 1
     data = f"--epochs {cfg.epochs} of this data ({sequences_per_epoch} sequences of {cfg.sequence_length} tokens)"
     problem = f"{data} make {steps} steps of --total-batch-size {cfg.total_batch_size}, too few to learn from"
-    require(steps >= MIN_STEPS, f"{problem}; use more text, or --max-steps {2 * MIN_STEPS}")
+    fix = f"--max-steps {2 * MIN_STEPS}"
+    if sequences >= MIN_STEPS:
+        fix = f"--total-batch-size {max(1, sequences // (2 * MIN_STEPS)) * cfg.sequence_length}"
+    require(steps >= MIN_STEPS, f"{problem}; use more text, or {fix}")
     return steps
 
 
