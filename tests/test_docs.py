@@ -164,7 +164,7 @@ def test_the_lines_that_convert_to_jsonl_lose_nothing(tmp_path):
     (tmp_path / "my.csv").write_bytes(f'\ufefftext\r\nfirst\r\n"{article}"\r\n'.encode())
 
     lines = [line.strip() for line in PAGES["docs/data.md"].splitlines() if line.endswith("> my.jsonl")]
-    csv_line, code_line = (line.replace("python", sys.executable, 1) for line in lines)
+    csv_line, code_line = (line.replace("python", shlex.quote(sys.executable), 1) for line in lines)
     for line, expected in (csv_line, ["first", article]), (code_line, ["// caf\ufffd"]):
         subprocess.run(line, shell=True, cwd=tmp_path)
         assert read_documents(converted) == expected

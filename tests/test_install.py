@@ -50,7 +50,7 @@ def test_a_wheel_has_every_file():
 RECORDER = f"""#!/bin/sh
 echo "$@" >> calls
 case "$*" in
--c*) exec {sys.executable} "$@" ;;
+-c*) exec "{sys.executable}" "$@" ;;
 -m\\ venv*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
 *--no-deps*) exit 1 ;;
 esac
