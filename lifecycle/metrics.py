@@ -65,12 +65,11 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
-def best_step(run_dir: Path, steps: list[int] | None = None, of: str = "val_loss") -> int | None:
-    """The step of a run with the lowest val loss, or another measurement, of all steps or of these; None if none has
-    it."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get(of)]
+def best_step(run_dir: Path, steps: list[int] | None = None) -> int | None:
+    """The step of a run with the lowest val loss, of all steps or of these; None if none was measured."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get("val_loss")]
     rows = [row for row in rows if steps is None or row["step"] in steps]
-    return min(rows, key=itemgetter(of))["step"] if rows else None
+    return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
 
 
 def describe_best(path: Path) -> str:
