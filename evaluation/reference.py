@@ -7,7 +7,6 @@ lifecycle/evaluator.py prints that line after each validation; plots.py --refere
 Nothing here needs torch.
 """
 
-import csv
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -15,6 +14,8 @@ from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
+
+from system.files import read_table
 
 # A row for each evaluation of each reference; its `#` lines name the sources.
 REFERENCE_CSV = Path(__file__).with_name("reference.csv")
@@ -82,13 +83,11 @@ class Reference:
 @cache
 def read_references() -> list[Reference]:
     """All references of REFERENCE_CSV. Of a preset with several, the first has the preset's own number of steps."""
-    lines = REFERENCE_CSV.read_text().splitlines()
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
     names = ("step", "val_loss_low", "val_loss_high", "hellaswag_low", "hellaswag_high")
 
     # Consecutive rows with the same preset, length and number of runs are the evaluations of one reference.
     references = []
-    for key, group in groupby(rows, itemgetter("preset", "max_steps", "runs")):
+    for key, group in groupby(read_table(REFERENCE_CSV), itemgetter("preset", "max_steps", "runs")):
         preset, max_steps, runs = key
         evaluations = np.array([[float(row[name] or "nan") for name in names] for row in group])  # (N, 5)
         references.append(Reference(preset, int(max_steps), int(runs), *evaluations.T))

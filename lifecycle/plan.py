@@ -25,7 +25,7 @@ from lifecycle.metrics import best_step, read_step
 from lifecycle.start import MIN_WIDTH, find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
-from system.cards import CARDS, find_cards, total_peak_flops
+from system.cards import find_cards, read_cards, total_peak_flops
 from system.distributed import Runtime
 from system.errors import require
 from system.files import atomic_write
@@ -196,9 +196,10 @@ def predict(cfg: TrainConfig, card: str) -> str:
 
     optimizer_bytes = optim.state_bytes(model, cfg, len(cards) if cfg.zero_stage else 1)
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + optimizer_bytes) / 1e9
-    gb = min(CARDS[name].gb for name in cards)
+    kinds = [read_cards()[name] for name in cards]
+    gb = min(card.gb for card in kinds)
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
-    peak_flops = sum(1e12 * CARDS[name].tflops for name in cards)
+    peak_flops = 1e12 * sum(card.tflops for card in kinds)
     saved_bytes = 4 * model.num_params() + optim.state_bytes(model, cfg)
     step_s = predict_step_s(cfg, cards)
     speed = describe_speed(cfg, model, saved_bytes, step_s, 0, max_steps, len(cards), peak_flops)
@@ -211,12 +212,12 @@ def predict(cfg: TrainConfig, card: str) -> str:
 
 
 def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
-    """Seconds of the first step on these GPUs, by their names in CARDS. They share the step evenly, and wait for the
-    slowest; what they send each other is taken to be hidden behind the backward pass."""
+    """Seconds of the first step on these GPUs, by their names in cards.csv. They share the step evenly, and wait for
+    the slowest; what they send each other is taken to be hidden behind the backward pass."""
     tokens = sequences_at(0, cfg) * cfg.sequence_length
     flops = tokens * GPT.without_memory(cfg.model).flops_per_token(cfg.sequence_length)
-    slowest = min(1e12 * CARDS[name].tflops * CARDS[name].mfu for name in cards)
-    seconds = flops / (len(cards) * slowest)
+    slowest = min(card.tflops * card.mfu for name, card in read_cards().items() if name in cards)
+    seconds = flops / (len(cards) * 1e12 * slowest)
     if cfg.recompute:
         seconds *= 4 / 3  # one more forward pass, of the three that a step takes
     return seconds if cfg.compile else seconds / EAGER_SPEED

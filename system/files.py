@@ -4,11 +4,13 @@
         f.write(data)
     with lock_folder(out):
         ...
+    rows = read_table(path)     # [{"card": "H100", "tflops": "989", ...}, ...]
 
 Called wherever the project writes a file that must not be lost: checkpoints, shards, manifests. Nothing here tries
 again: the same command, run again, is the way back from a disk that has failed.
 """
 
+import csv
 import fcntl
 import os
 from collections.abc import Iterator
@@ -66,3 +68,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         except OSError as e:  # a disk without locks, as some network disks are
             print0(f"warning: {folder} cannot be locked ({e}): let no other process write there")
         yield
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a .csv by the names of its columns, without the lines that begin with #."""
+    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
