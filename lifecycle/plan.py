@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from evaluation.reference import read_references
 from lifecycle.evaluator import SAMPLE_TOKENS, is_due
 from lifecycle.metrics import best_step, read_step
 from lifecycle.start import MIN_WIDTH, find_checkpoint, open_data, open_first_weights
@@ -184,13 +183,9 @@ def predict(cfg: TrainConfig, card: str) -> str:
     fix = "measure it there: --dry-run"
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
 
-    # Where the steps depend on the data, and there are none, those of the public run of the preset.
     max_steps = cfg.max_steps
     if not max_steps and Path(cfg.data_dir).is_dir():
         max_steps = count_steps(cfg, open_data(cfg)[0].order.sequences_per_epoch)
-    elif not max_steps:
-        published = next((run.max_steps for run in read_references() if run.preset == cfg.preset), 0)
-        max_steps = cfg.epochs * published
     require(max_steps, f"how many steps {cfg.preset} takes depends on the data in {cfg.data_dir}; say --max-steps")
     divisors_of_share(cfg, len(cards), max_steps)  # what a run on these cards would refuse
 

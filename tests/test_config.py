@@ -58,7 +58,7 @@ RECIPES = {
     # llm.c discussion 481
     "llmc-124m": """
         total_batch_size=524288 max_lr=6e-4 min_lr=0 warmup_steps=700 weight_decay=0.1 recompute=False zero_stage=1
-        val_every=250 save_every=250 sample_every=20000 hellaswag_every=250 total_steps=19645 schedule=cosine
+        val_every=250 save_every=250 sample_every=20000 hellaswag_every=250 total_steps=19560 schedule=cosine
         optimizer=adamw""",
     # DDP-BASEMODEL-TRAIN
     "untied-124m": """
@@ -176,7 +176,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("words, steps", [
     ("gpt2-124m", 19073), ("untied-124m", 38146), ("gpt2-124m --epochs 2 --total-batch-size 1024", 2000),
-    ("llmc-124m --epochs 20", 20 * 1000 // 512),
+    ("llmc-124m --epochs 20", 20 * 1000 // 512), ("llmc-124m", 19560),
     ("quickstart", 160), ("quickstart --epochs=2", 2 * 1000 // 4), ("--resume a/model_00001.pt --epochs 2", 500),
     ("quickstart --epochs 2 --max_steps=7", 7), ("quickstart --max-steps 7 --epochs 2", 7),
 ])  # fmt: skip

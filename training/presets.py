@@ -38,7 +38,7 @@ _DESCRIBED: list[tuple[str, TrainConfig]] = [
     # Its discussion 481.
     ("llm.c's GPT-2 124M on FineWeb", TrainConfig(
         preset="llmc-124m",
-        data_dir="data/fineweb",
+        data_dir="data/fineweb", max_steps=19_560,
         warmup_steps=700, min_lr=0.0,
         zero_stage=1,
         sample_every=20_000,
