@@ -251,14 +251,14 @@ def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path
     needs_code = convert.save_hf(model, out_dir)
     # A checkpoint is written before its step is evaluated, so the scores come from the metrics.
     row = metrics.read_step(run_dir, facts["step"])
-    scores = {key: row.get(key) for key in ("val_loss", "val_bpb", "hellaswag_acc_norm")}
+    scores = {key: f"{row[key]:.4f}" if row.get(key) else "-" for key in ("val_loss", "val_bpb", "hellaswag_acc_norm")}
     card = CARD.format(
         name=name,
         config=model.config,
         parameters=model.num_params(),
         preset=facts.get("preset", "-"),
         step=facts["step"],
-        **{key: f"{score:.4f}" if isinstance(score, float) else "-" for key, score in scores.items()},
+        **scores,
         trust=", trust_remote_code=True" if needs_code else "",
     )
     (out_dir / "README.md").write_text(card)

@@ -147,8 +147,8 @@ def main() -> None:
     line = f"infer.py: {description}; {device_name(device)}, {dtype_name(dtype)}{describe_best(Path(args.model))}"
     print0(line, file=sys.stderr)
     model = prepare(model, device, dtype)
-    idx = torch.tensor([prompt_ids], device=device)  # (1, T)
-    steps = stream(model, idx, args.max_new_tokens, sampler, args.num_samples)  # yields (num_samples,)
+    idx = torch.tensor(args.num_samples * [prompt_ids], device=device)  # (num_samples, T)
+    steps = stream(model, idx, args.max_new_tokens, sampler)  # yields (num_samples,)
 
     # One sample appears as it is generated; several would be interleaved, so they are printed at the end.
     try:

@@ -595,14 +595,13 @@ class Sampler:
 
 
 @torch.no_grad()
-def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, num_samples: int = 1) -> Iterator[Tensor]:
-    """Yield the next ids (B * num_samples,) after idx (B, T) int64, max_new_tokens times.
+def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler) -> Iterator[Tensor]:
+    """Yield the next ids (B,) after idx (B, T) int64, max_new_tokens times.
 
     T lies between 1 and the model's block_size. When the context is full, the newer half of the text is read again from
     position 0, so the text may outgrow block_size.
     """
     block_size = model.config.block_size
-    idx = idx.repeat_interleave(num_samples, dim=0)  # B -> B * num_samples
 
     # A cache for the whole text, or for as much of it as the model reads at once.
     cache = KVCache(model.config.n_layer, min(idx.size(1) + max_new_tokens, block_size))

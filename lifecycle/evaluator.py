@@ -17,7 +17,6 @@ from torch import Tensor
 from evaluation import multiple_choice, reference
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest
-from model import Sampler, stream
 from system import distributed, machine
 from system.distributed import Runtime
 from system.errors import require
@@ -86,7 +85,6 @@ class Evaluator:
                 results |= {"hellaswag_acc": score["acc"], "hellaswag_acc_norm": score["acc_norm"]}
         return {name + of: value for name, value in results.items()}
 
-    @torch.no_grad()
     def sample_text(self, step: int, weights: dict[str, Tensor]) -> str:
         """If samples are due, continuations of the prompt by these weights; "" otherwise and on all ranks but 0."""
         cfg, rt = self.run.cfg, self.run.rt
@@ -96,13 +94,12 @@ class Evaluator:
 
         # The samples have a generator of their own, seeded anew: every evaluation draws the same random numbers, and
         # leaves the global generator alone.
-        sampler = Sampler(generator=torch.Generator(rt.device).manual_seed(cfg.seed))
-        idx = torch.tensor([self.prompt], device=rt.device)  # (1, T)
+        generator = torch.Generator(rt.device).manual_seed(cfg.seed)
+        idx = torch.tensor(NUM_SAMPLES * [self.prompt], device=rt.device)  # (NUM_SAMPLES, T)
         with self.trainer.using(weights):
-            columns = [ids.tolist() for ids in stream(self.run.model, idx, SAMPLE_TOKENS, sampler, NUM_SAMPLES)]
-        decode = tokenizer.encoding().decode
-        texts = [decode([*self.prompt, *row]) for row in zip(*columns, strict=True)]
-        return "\n".join(f"--- step {step}, sample {i} of {len(texts)}\n{text}" for i, text in enumerate(texts, 1))
+            rows = self.run.model.generate(idx, SAMPLE_TOKENS, generator=generator).tolist()
+        texts = tokenizer.encoding().decode_batch(rows)
+        return "\n".join(f"--- step {step}, sample {i} of {NUM_SAMPLES}\n{text}" for i, text in enumerate(texts, 1))
 
 
 def choose_reference(cfg: TrainConfig, max_steps: int) -> reference.Reference | None:
