@@ -172,8 +172,9 @@ def tokenize(chunks: Iterable[Chunk]) -> Iterator[tuple[np.ndarray, int]]:
         if isinstance(texts[0], str):
             # The ids of all texts lie end to end, and `offsets` tells where each text begins.
             encoded = encoder.encode_batch(texts).layout
-            ids = np.asarray(encoded.content.data, np.uint16)
-            texts = np.split(ids, encoded.offsets.data[1 : len(texts)])
+            ids = np.asarray(encoded.content.data)
+            shards.check_ids(ids, "this encoding")  # those of a larger one would become others in uint16
+            texts = np.split(ids.astype(np.uint16), encoded.offsets.data[1 : len(texts)])
         for ids, is_first, file in zip(texts, begins, files, strict=True):
             if is_first:
                 yield BEGIN, file

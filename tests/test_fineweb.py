@@ -5,6 +5,7 @@ import shutil
 from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -262,3 +263,12 @@ def test_shards_of_others_are_left_alone(tmp_path, text_file):
     with pytest.raises(UserError, match=str(foreign)):
         run_fineweb("--source", text_file, "--out", tmp_path)
     assert foreign.read_bytes() == b"foreign"
+
+
+def test_ids_of_a_larger_encoding_are_refused(monkeypatch):
+    """In uint16, 70,000 would become 4,464."""
+    content, offsets = SimpleNamespace(data=np.array([1, 70_000], np.uint32)), SimpleNamespace(data=np.array([0, 2]))
+    encoded = SimpleNamespace(layout=SimpleNamespace(content=content, offsets=offsets))
+    monkeypatch.setattr(fineweb, "bulk_encoder", lambda: SimpleNamespace(encode_batch=lambda texts: encoded))
+    with pytest.raises(UserError, match="id 70000"):
+        list(fineweb.tokenize([[("text", True, 0)]]))

@@ -118,7 +118,9 @@ def read_shard(path: Path, sha256: str | None = None) -> np.ndarray:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write (n,) token ids in the format of the suffix, all or nothing; returns the sha256 of the file."""
+    """Write (n,) token ids in the format of the suffix, all or nothing; returns the sha256 of the file. Raises
+    UserError for ids that uint16 does not hold."""
+    check_ids(tokens, path, 2**16)
     write = FORMATS[path.suffix].write
     with atomic_write(path) as f:
         write(f, tokens.astype("<u2", copy=False))
