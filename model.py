@@ -464,7 +464,7 @@ class GPT(nn.Module):
             # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
             # would append to the cache twice.
             if self.recompute and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos_sin, cache, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, cos_sin, cache, use_reentrant=False)
             else:
                 x = block(x, cos_sin, cache)
 

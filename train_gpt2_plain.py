@@ -277,7 +277,9 @@ def train(cfg: Config) -> None:
         if rank == 0 and cfg.save_every and step % cfg.save_every == 0 and step > start_step:
             save(save_path, recipe, model, optimizer, step)
 
-        # The evaluations come before the update of a step, and once after the last update.
+        # The evaluations come before the update of a step, and once after the last update. eval: without what acts in
+        # training only, such as dropout, which GPT-2 124M does without.
+        forward.eval()
         is_last = step == cfg.max_steps
         row: dict[str, float] = {"step": step}
 
@@ -293,6 +295,7 @@ def train(cfg: Config) -> None:
             print0(sample_text(model, cfg, device))
         if is_last:
             break
+        forward.train()
 
         # Forward and backward. backward() adds to the gradients that are there, so after all micro-batches they are
         # those of the sum of the losses. We want those of the mean over the whole batch. Each loss is the mean of its

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
 from networks import make_network
 
 from lifecycle import evaluator
-from model import GPT
+from model import GPT, MLP
 from system.distributed import Runtime
 from tokens import shards
 from tokens.tokenizer import EOT, encoding
@@ -130,3 +131,11 @@ def test_a_long_prompt_loses_its_beginning(tiny_args):
     cfg = parse_config("quickstart", *tiny_args, "--sample-prompt", "begin " + "long " * 50)
     prompt = evaluator.choose_prompt(cfg, None)
     assert encoding().decode(prompt) == " long" * 31 + " "
+
+
+def test_what_acts_in_training_only_does_not_act_in_an_evaluation(tiny_args, one_run, tmp_path, monkeypatch):
+    forward = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda mlp, x: F.dropout(forward(mlp, x), 0.5, mlp.training))
+    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1")
+    (loss_without, val_without, _), (loss, val, _) = load_curve(one_run)[0], load_curve(run)[0]
+    assert val == val_without and loss != loss_without

@@ -210,6 +210,7 @@ def check_gradients(model: GPT) -> None:
     from GPT.logits: of a head that multiplies, adds or reads something else, they know nothing.
 
     On a few tokens, in the precision of the weights. Leaves no gradients behind."""
+    model.eval()  # dropout would differ from one pass to the other
     T = min(8, model.config.block_size)
     weight = model.lm_head.weight
     idx = torch.arange(T + 1, device=weight.device)[None] % model.config.vocab_size  # (1, T + 1)
@@ -234,5 +235,6 @@ def check_gradients(model: GPT) -> None:
         fix = "what GPT.logits does to the products stands in GPT.to_logits"
         require(is_same, f"training/loss.py computes another gradient of {name} than GPT.logits gives; {fix}")
     model.zero_grad()
+    model.train()
     with torch.no_grad():
         weight.copy_(kept)

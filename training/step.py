@@ -49,16 +49,19 @@ class Trainer:
 
     @contextmanager
     def using(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Let the model compute with these weights inside the block, such as an average, and with its own after it."""
-        if weights is self.weights:
-            yield
-            return
-        own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        copy_weights(self.model, weights)
+        """Let the model compute with these weights inside the block, such as an average, and with its own after it: in
+        eval mode, for what acts in training only, as dropout."""
+        own = None
+        if weights is not self.weights:
+            own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            copy_weights(self.model, weights)
+        self.model.eval()
         try:
             yield
         finally:
-            copy_weights(self.model, own)
+            self.model.train()
+            if own:
+                copy_weights(self.model, own)
 
     def compute_gradients(self, batch: Tensor) -> tuple[float, float]:
         """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
