@@ -265,3 +265,27 @@ def test_ranks_that_drift_apart_end_the_run(tiny_args, tmp_path, one_run, run_ra
     # The same command continues from there.
     run_ranks(*command)
     assert_curves_close(load_curve(run), load_curve(one_run))
+
+
+def freeze_the_first_block() -> None:
+    """A `prepare` for ranks that do not train a block, as people fine-tune."""
+    init = GPT.__init__
+
+    def init_and_freeze(model, config):
+        init(model, config)
+        model.transformer.h[0].requires_grad_(False)
+
+    GPT.__init__ = init_and_freeze
+
+
+def test_a_frozen_block_stays_as_it_is(tiny_args, tmp_path, run_ranks):
+    cfg = parse_config("quickstart", *tiny_args)
+    torch.manual_seed(cfg.seed)
+    before = GPT(cfg.model).state_dict()
+
+    run = ["--out-dir", tmp_path / "run", "--max-steps", 3]
+    run_ranks(2, "train_gpt2.py", "quickstart", *tiny_args, *run, prepare=freeze_the_first_block)
+
+    after = load_weights(tmp_path / "run", 3)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if name.startswith("transformer.h.0.")}

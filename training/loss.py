@@ -126,11 +126,12 @@ def wrap_in_ddp(loss: Loss, rt: Runtime) -> nn.Module:
         return loss
 
     # DDP reduces gradients in buckets. If a gradient is None when a backward pass begins, it gets a tensor of its own
-    # beside its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So each parameter gets
+    # beside its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So each that trains gets
     # a gradient of zeros, which DDP moves into the bucket, where it stays from then on. Expanded from one number, the
     # zeros take no memory.
     for p in loss.parameters():
-        p.grad = p.new_zeros(()).expand_as(p)
+        if p.requires_grad:
+            p.grad = p.new_zeros(()).expand_as(p)
 
     # All ranks have the same weights already, and the same only buffer, RoPE's table. torch 2.13 warns of a newer name,
     # which older versions do not have.
