@@ -53,6 +53,8 @@ def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]
         cfg = replace(cfg, init_from=old.init_from, model=network)
         print0(f"resumed from {saved['model_file']}")
         model = open_model(saved["model_file"])
+        fix = "take both files of a step from one run"
+        require(model.config == old.model, f"{saved['model_file']} and its optim file are of different networks; {fix}")
     else:
         model = open_first_weights(cfg)
         cfg = replace(cfg, model=model.config)

@@ -126,9 +126,9 @@ def wrap_in_ddp(loss: Loss, rt: Runtime) -> nn.Module:
         return loss
 
     # DDP reduces gradients in buckets. If a gradient is None when a backward pass begins, it gets a tensor of its own
-    # beside its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So each that trains gets
-    # a gradient of zeros, which DDP moves into the bucket, where it stays from then on. Expanded from one number, the
-    # zeros take no memory.
+    # beside its place in the bucket: 4 bytes more per parameter while micro-batches accumulate. So each one that trains
+    # gets a gradient of zeros, which DDP moves into the bucket, where it stays from then on. Expanded from one number,
+    # the zeros take no memory.
     for p in loss.parameters():
         if p.requires_grad:
             p.grad = p.new_zeros(()).expand_as(p)

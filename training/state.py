@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from model import GPT
 from system.distributed import Runtime
 from system.errors import explain_errors, require
 from system.machine import copy_to_host
 
-Moments = dict[str, dict[str, Tensor]]  # {parameter: {moment: tensor}}: the state of an optimizer
+Moments = dict[str, dict[str, Any]]  # {parameter: {moment: tensor, number or containers of these}}, of an optimizer
 
 
 class NamedOptimizer:
@@ -45,13 +45,8 @@ class NamedOptimizer:
         """Load copies of this rank's share. Raises ValueError if the state is not of these parameters."""
         if state.keys() != self.weights.keys():
             raise ValueError(f"it is of other parameters: {', '.join(sorted(state.keys() ^ self.weights.keys()))}")
-        for name, weight in self.weights.items():
-            # AdamW's step count is a single number; all else has the shape of its parameter.
-            for moment, tensor in state[name].items():
-                if tensor.numel() != 1 and tensor.shape != weight.shape:
-                    raise ValueError(f"{moment} of {name} has the shape {list(tensor.shape)}, not {list(weight.shape)}")
         for name, p in self.own.items():
-            self.local.state[p] = {moment: t.to(p.device, copy=True) for moment, t in state[name].items()}
+            self.local.state[p] = tree_map_only(Tensor, lambda t: t.to(self.rt.device, copy=True), state[name])
 
 
 def gather(own: Moments, rt: Runtime) -> Moments:
@@ -60,19 +55,20 @@ def gather(own: Moments, rt: Runtime) -> Moments:
     torch's public way, consolidate_state_dict and then state_dict, sends pickles and unpacks them byte by byte, at 16
     MB/s: minutes for a large model. Here each owner broadcasts its tensors, one at a time. Every rank must call it.
     """
-    facts = {name: {moment: (t.shape, t.dtype) for moment, t in moments.items()} for name, moments in own.items()}
     everything: Moments = {}
-    for owner, facts_there in enumerate(rt.gather(facts)):
-        for name, moments in facts_there.items():
-            for moment, (shape, dtype) in moments.items():
+    # Of the tensors of others each rank knows shape and dtype, of all else the value.
+    for owner, facts in enumerate(rt.gather(tree_map_only(Tensor, lambda t: t.to("meta"), own))):
+        leaves, structure = tree_flatten(facts)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
                 # On the device, because NCCL sends nothing else.
-                tensor = torch.empty(shape, dtype=dtype, device=rt.device)
+                tensor = torch.empty_like(leaf, device=rt.device)
                 if owner == rt.rank:
-                    tensor.copy_(own[name][moment])
+                    tensor.copy_(tree_leaves(own)[i])
                 rt.broadcast(tensor, owner)
-                if rt.is_main:
-                    everything.setdefault(name, {})[moment] = tensor.to("cpu", copy=True)
-    return everything
+                leaves[i] = tensor.to("cpu", copy=True) if rt.is_main else None
+        everything |= tree_unflatten(leaves, structure)
+    return everything if rt.is_main else {}
 
 
 class State:
