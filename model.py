@@ -423,13 +423,13 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
-        """A model that uses the float32 tensors of `state` directly: no random init, no copy. Raises RuntimeError if
-        they do not match `config`."""
+        """A model, in eval mode, that uses the float32 tensors of `state` directly: no random init, no copy. Raises
+        RuntimeError if they do not match `config`."""
         model = cls.without_memory(config)
         model.load_state_dict(state, assign=True)
         if config.tied_head:
             model.lm_head.weight = model.transformer.wte.weight  # assign=True has replaced both
-        return model
+        return model.eval()
 
     def num_params(self) -> int:
         """Total number of parameters, a tied head counted once (124,439,808 for GPT-2 124M)."""
@@ -492,7 +492,7 @@ class GPT(nn.Module):
 
     def to_logits(self, products: Tensor, shift: Tensor | None) -> Tensor:
         """The logits (..., V) in float32 of the products and the shift of Head. All logits come from here, also those
-        of training, so what is done to them, as a soft-cap or a bias, stands here."""
+        of training, so what is done to them, as a soft-cap, stands here. A parameter here would get no gradient."""
         logits = products[..., : self.config.vocab_size].float()
         return logits if shift is None else logits + shift[..., None]
 

@@ -42,7 +42,7 @@ class Saver:
             return
 
         check_tensors_agree(rt, state.compared(), state.step)
-        # There are no random states: after the initialization nothing draws from torch's global generators.
+        # There are no random states: the random numbers of a step follow from its number.
         train_state = state.copy() | {
             "max_steps": run.max_steps,
             "data": run.data.fingerprint(),

@@ -18,7 +18,6 @@ the rest. For each chunk of R rows:
 """
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -133,16 +132,9 @@ def wrap_in_ddp(loss: Loss, rt: Runtime) -> nn.Module:
         if p.requires_grad:
             p.grad = p.new_zeros(()).expand_as(p)
 
-    # All ranks have the same weights already, and the same only buffer, RoPE's table. torch 2.13 warns of a newer name,
-    # which older versions do not have.
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
-    return nn.parallel.DistributedDataParallel(
-        loss,
-        device_ids=[rt.device.index] if rt.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,
-        init_sync=False,
-    )
+    # All ranks have the same weights already.
+    device_ids = [rt.device.index] if rt.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(loss, device_ids, gradient_as_bucket_view=True, init_sync=False)
 
 
 # ------------------------------------------------------------------------- the head and its loss, in chunks

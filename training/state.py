@@ -127,9 +127,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def to_state_dict(model: GPT, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's state dict with these weights: a tied head is under both of its names."""
-    names = {p: name for name, p in model.named_parameters()}
-    return {name: weights[names[p]].detach() for name, p in model.state_dict(keep_vars=True).items()}
+    """The model's state dict with these weights: a tied head is under both of its names. Buffers are the model's."""
+    own = {p: weights[name] for name, p in model.named_parameters()}
+    return {name: own.get(t, t).detach() for name, t in model.state_dict(keep_vars=True).items()}
 
 
 def rounded_pairs(model: GPT, weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -82,7 +82,7 @@ def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
     for name, tensor in weights.items():
         if tensor.dtype != torch.float32 or not tensor.isfinite().all():
             raise ValueError(f"{name} has numbers that are not float32, or not finite")
-    return GPT.from_state_dict(config, weights).eval()
+    return GPT.from_state_dict(config, weights)
 
 
 def read_train_state(path: str | Path) -> dict[str, Any]:
