@@ -74,6 +74,13 @@ def tiny_args(tiny_data) -> list[str]:
     return [*TINY_FLAGS, "--data-dir", str(tiny_data)]
 
 
+@pytest.fixture
+def train(tiny_args, tmp_path):
+    """train("run", "--max-steps 3") -> tmp_path / "run", the folder of a run of tiny_args with these flags; see
+    helpers.train_quickstart."""
+    return lambda out, *flags, **how: train_quickstart(tiny_args, tmp_path / out, *flags, **how)
+
+
 @pytest.fixture(scope="session")
 def one_run(tmp_path_factory) -> Path:
     """The finished run of tiny_args, saved at steps 3, 6, 9 and 12: trained once, to be read but not changed."""
@@ -117,3 +124,10 @@ def run_ranks(tmp_path_factory):
     """run_ranks(2, "train_gpt2.py", ...) -> the output of all gloo ranks of one run; see processes.run_ranks. Their
     logs are outside of tmp_path, whose content tests compare."""
     return lambda *args, **how: processes.run_ranks(*args, log=tmp_path_factory.mktemp("output") / "log", **how)
+
+
+@pytest.fixture
+def train_ranks(run_ranks, tiny_args, tmp_path):
+    """train_ranks(2, "run", "--max-steps 3") -> the output of two ranks that train as the fixture `train` does."""
+    command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir"]
+    return lambda n, out, *flags, **how: run_ranks(n, *command, tmp_path / out, *flags, **how)

@@ -3,8 +3,8 @@
 Everything here is a plain function or a constant that test files import; the fixtures are in conftest.py, and scripts
 in processes of their own in processes.py. A test of training usually reads:
 
-    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "3")     # trains in this process
-    assert load_curve(run)[3][1] < 5.5                                          # the validation loss of step 3
+    run = train("run", "--max-steps 3")     # the fixture, which trains in this process
+    assert load_curve(run)[3][1] < 5.5      # the validation loss of step 3
 """
 
 import importlib
@@ -17,6 +17,7 @@ from typing import get_args, get_type_hints
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from networks import make_network
 
@@ -25,6 +26,7 @@ from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
 from system import process
 from system.distributed import Runtime
+from system.errors import UserError
 from tokens import shards
 from training.config import TrainConfig
 from weights import checkpoint
@@ -47,9 +49,17 @@ WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly
 # ------------------------------------------------------------------------- training runs, and what they left
 
 
+def split_flags(words) -> list[str]:
+    """The words of a command line. Several flags may be one text, "--keep 3 --seed 1"; paths and prompts stay whole."""
+    found = []
+    for word in map(str, words):
+        found += word.split() if word.startswith("--") else [word]
+    return found
+
+
 def parse_config(*words) -> TrainConfig:
-    """The config that a command line of these words stands for. Words need not be strings yet."""
-    return parse([str(word) for word in words])[0]
+    """The config that a command line of these words stands for, as of split_flags."""
+    return parse(split_flags(words))[0]
 
 
 def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
@@ -61,9 +71,14 @@ def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
 
 
 def run_main(script, *words) -> int:
-    """The exit code of a script, whose main runs in this process."""
-    with mock.patch("sys.argv", [script, *map(str, words)]):
+    """The exit code of a script, whose main runs in this process. words: as of split_flags."""
+    with mock.patch("sys.argv", split_flags([script, *words])):
         return process.run(importlib.import_module(script.removesuffix(".py")).main)
+
+
+def refused(named):
+    """The context in which the user is told what to fix, by a message in which this pattern is found."""
+    return pytest.raises(UserError, match=named)
 
 
 @contextmanager
@@ -103,6 +118,11 @@ def load_weights(run, step=12) -> dict[str, torch.Tensor]:
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether two state dicts have the same keys and, for each key, equal tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def same_weights(a, b, step=12) -> bool:
+    """Whether two runs saved the same bits at a step."""
+    return same_bits(load_weights(a, step), load_weights(b, step))
 
 
 def assert_curves_close(a, b, rel=2e-4) -> None:
@@ -150,12 +170,18 @@ def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
     return folder
 
 
+def write_model(folder: Path, model, step=1) -> Path:
+    """The file of a model in this folder."""
+    path = model_path(folder, step)
+    checkpoint.write(path, checkpoint.model_file(model, step))
+    return path
+
+
 def write_tiny_model(folder: Path, block_size: int, n_embd: int) -> Path:
     """A run folder with one tiny model of GPT-2's vocabulary. Its weights are random, and large enough that its choices
     are not close calls, which rounding could turn."""
-    model = make_network(block_size=block_size, n_layer=2, n_head=2, n_embd=n_embd)
     folder.mkdir()
-    checkpoint.write(folder / "model_00007.pt", checkpoint.model_file(model, 7))
+    write_model(folder, make_network(block_size=block_size, n_layer=2, n_head=2, n_embd=n_embd), 7)
     return folder
 
 

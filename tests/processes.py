@@ -33,7 +33,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, split_flags
 
 from system.process import run_cli
 
@@ -116,9 +116,9 @@ def do_nothing() -> None:
 
 
 def start(script, *argv, log: Path, env=None, prepare=do_nothing) -> Script:
-    """Start a script, a file or a function, and return at once. env: variables beside those of this process.
-    prepare: a function of a module, called in the new process before the script."""
-    args = (script, [str(word) for word in argv], str(log), {**os.environ, **(env or {})}, prepare)
+    """Start a script, a file or a function, and return at once. argv: as of helpers.split_flags. env: variables beside
+    those of this process. prepare: a function of a module, called in the new process before the script."""
+    args = (script, split_flags(argv), str(log), {**os.environ, **(env or {})}, prepare)
     process = forkserver_context().Process(target=run_in_child, args=args)
     process.start()
     return Script(process, log)
@@ -150,7 +150,7 @@ def run_ranks(n: int, script, *argv, fails: bool = False, **how) -> str:
 
 def start_torchrun(*args, stdout=subprocess.PIPE, **env) -> subprocess.Popen:
     """Start torchrun with these arguments, and these variables beside those of this process."""
-    command = [sys.executable, "-m", "torch.distributed.run", *args]
+    command = [sys.executable, "-m", "torch.distributed.run", *split_flags(args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.STDOUT, text=True)
 

@@ -8,17 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, make_hellaswag_rows, run_main, write_jsonl
+from helpers import CPU, make_hellaswag_rows, refused, run_main, write_jsonl, write_model
 from networks import NETWORKS, make_network
 
 import hellaswag as script
 from evaluation import multiple_choice
 from model import GPTConfig
 from system.distributed import Runtime
-from system.errors import UserError
 from tokens import tokenizer
 from training.config import TrainConfig
-from weights import checkpoint
 
 ROW = {"ctx": "a", "endings": ["b"] * 4, "label": 0}
 
@@ -148,7 +146,7 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
 ])  # fmt: skip
 def test_a_bad_row_is_refused(bad, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [ROW, bad])
-    with pytest.raises(UserError, match="line 2 "):
+    with refused("line 2 "):
         multiple_choice.load_examples(path)
 
 
@@ -158,11 +156,11 @@ def test_a_bad_row_is_refused(bad, tmp_path):
 def test_every_row_is_written_with_its_losses(run, model, rows, tmp_path):
     """-m and -d are the short flags of build-nanogpt's hellaswag.py."""
     examples = multiple_choice.load_examples(rows, 6)
-    checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
+    write_model(tmp_path, model)
     losses = multiple_choice.score(model, examples, CPU)
 
-    flags = ("-m", tmp_path, "-d", "cpu", "--data", rows, "--limit", 6, "--per-example", tmp_path / "out")
-    output = run(*flags, "--dtype", "float32")
+    flags = ("-m", tmp_path, "-d", "cpu", "--data", rows, "--limit 6 --per-example", tmp_path / "out")
+    output = run(*flags, "--dtype float32")
 
     assert multiple_choice.describe_score(multiple_choice.summarize(losses, examples)) in output
     means = multiple_choice.normalize(losses, examples)
@@ -172,7 +170,7 @@ def test_every_row_is_written_with_its_losses(run, model, rows, tmp_path):
         assert (line["pred"], line["pred_norm"]) == (losses[i].argmin(), means[i].argmin())
     found = torch.tensor([[line["losses"], line["losses_norm"]] for line in lines])
     torch.testing.assert_close(found, torch.stack([losses, means], 1))
-    assert "in bfloat16" in run(*flags, "--dtype", "bfloat16")
+    assert "in bfloat16" in run(*flags, "--dtype bfloat16")
 
 
 def test_numbers_that_overflow_are_no_score(run, rows, tmp_path):
@@ -180,16 +178,16 @@ def test_numbers_that_overflow_are_no_score(run, rows, tmp_path):
     model = make_network()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(3e38)  # finite
-    checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
+    write_model(tmp_path, model)
     score = multiple_choice.make_scorer(TrainConfig(hellaswag_data=str(rows)), model.config)(model, CPU)
     assert math.isnan(score["acc"]) and math.isnan(score["acc_norm"])
-    flags = ["--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype", "float32"]
+    flags = ["--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype float32"]
     assert "not finite" in run(*flags, exit_code=1) and not (tmp_path / "out").exists()
 
 
 def test_all_rows_are_downloaded_once_or_none(run, rows, tmp_path):
     path = tmp_path / "data" / "my rows.jsonl"
-    assert "--data" in run("--model", "gpt2", "--data", path, exit_code=1)
+    assert "--data" in run("--model gpt2 --data", path, exit_code=1)
     download = ("--data", path, "--url", rows.as_uri())
     assert rows.as_uri() in run(*download, exit_code=1) and not path.exists()
 

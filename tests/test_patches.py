@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, load_metrics, load_weights, same_bits, train_quickstart
+from helpers import ROOT, load_metrics, same_weights, train_quickstart
 from torch.utils._pytree import tree_flatten
 
 import train_gpt2
@@ -120,10 +120,10 @@ def test_a_killed_run_ends_with_the_same_bits(tiny_args, tiny_data, tmp_path):
     assert train_and_die(flags, killed) == signal.SIGKILL
     assert 7 not in {row["step"] for row in load_metrics(killed)}
 
-    train_quickstart(flags, killed, "--resume", "auto")
+    train_quickstart(flags, killed, "--resume auto")
     whole = train_quickstart(flags, tmp_path / "whole")
 
     last = load_metrics(whole)[-1]["step"]
     assert measured(killed) == measured(whole)
-    assert same_bits(load_weights(killed, last), load_weights(whole, last))
+    assert same_weights(killed, whole, last)
     assert state_of(killed) == state_of(whole)

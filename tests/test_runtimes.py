@@ -12,11 +12,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, make_hellaswag_rows, write_jsonl
+from helpers import CPU, ROOT, make_hellaswag_rows, write_jsonl
 from networks import NETWORKS, make_network
 
 from evaluation import multiple_choice
-from system.distributed import Runtime
 from tokens import tokenizer
 from weights import convert
 
@@ -95,8 +94,7 @@ def test_the_harness_scores_as_we_do(make_export, tmp_path, name):
     data.mkdir(parents=True)
     examples = multiple_choice.load_examples(write_jsonl(data / "hellaswag_val.jsonl", rows))
     # The export, which has no rows that pad the vocabulary: with random weights those have some probability.
-    one_rank = Runtime(torch.device("cpu"), torch.float32)
-    expected = multiple_choice.score(convert.load_hf(folder), examples, one_rank)  # (n, 4)
+    expected = multiple_choice.score(convert.load_hf(folder), examples, CPU)  # (n, 4)
 
     model_args = f"pretrained={folder},trust_remote_code=True,dtype=float32"
     command = ["-m", "lm_eval", "run", "--model", "hf", "--model_args", model_args, "--device", "cpu"]

@@ -5,11 +5,10 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import choices, same_bits
+from helpers import choices, refused, same_bits
 from test_optim import BASE, OPTIMIZER_NAMES, SMALL, build, take_step
 
 from model import GPT
-from system.errors import UserError
 from training.config import TrainConfig
 from training.state import copy_weights, to_state_dict
 
@@ -56,7 +55,7 @@ def test_a_part_that_is_missing_or_unknown_is_refused():
     trainer, other = build(BASE), build(BASE)
     trainer.state.parts["average"] = torch.nn.Linear(1, 1)  # a part that an experiment adds
     for a, b in (trainer, other), (other, trainer):
-        with pytest.raises(UserError, match="average"):
+        with refused("average"):
             a.state.load(b.state.copy())
     assert "average" in trainer.state.compared()
     assert trainer.state.num_bytes() == other.state.num_bytes() + 8
@@ -74,7 +73,7 @@ def test_state_of_other_parameters_is_refused():
         {other: moments[other] for other in moments if other != name},
         moments | {name: moments[name] | {"exp_avg": torch.zeros(2, 16)}},
     ):
-        with pytest.raises(UserError, match=f"adamw.*({name}|other)"):
+        with refused(f"adamw.*({name}|other)"):
             trainer.state.load(saved | {"parts": saved["parts"] | {"adamw": wrong}})
 
 

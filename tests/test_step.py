@@ -8,7 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
+from helpers import (
+    CPU,
+    delete_checkpoints_after,
+    load_curve,
+    load_weights,
+    parse_config,
+    same_bits,
+    same_weights,
+)
 
 from model import GPT
 from system.errors import TransientError
@@ -60,32 +68,31 @@ def report_a_bad_norm_on_rank_1() -> None:
     Trainer.compute_gradients = faulty_compute_gradients
 
 
-def test_all_ranks_refuse_what_one_of_them_finds_not_finite(tiny_args, tmp_path, run_ranks):
+def test_all_ranks_refuse_what_one_of_them_finds_not_finite(train_ranks, tmp_path):
     """All of them save that step and refuse its update, and none waits for the others. The status is the one by which
     train.sh restarts them: it may be a glitch."""
     run, status = tmp_path / "run", tmp_path / "status"
-    command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run]
     env = {"TRAIN_STATUS_FILE": str(status)}
-    output = run_ranks(2, *command, fails=True, prepare=report_a_bad_norm_on_rank_1, env=env)
+    output = train_ranks(2, run, fails=True, prepare=report_a_bad_norm_on_rank_1, env=env)
     assert json.loads(status.read_text())["status"] == "system_error"
     assert output.count("step 2: loss 5.") == output.count("not finite on 1 ranks") == 2
     assert complete_steps(run)[-1] == 2
 
 
-def test_a_refused_update_loses_no_step_and_no_checkpoint(tiny_args, tmp_path, one_run, monkeypatch):
+def test_a_refused_update_loses_no_step_and_no_checkpoint(train, tmp_path, one_run, monkeypatch):
     """All before it is saved, though no save is due; every earlier checkpoint stays, because the weights may be the
     cause; and the restarted run ends with the same bits."""
-    flags, run = [*tiny_args, "--keep", "1", "--val-every", "0"], tmp_path / "run"
+    flags, run = "--keep 1 --val-every 0", tmp_path / "run"
     poison(monkeypatch, at=lambda micro_step: micro_step == 16)  # two at the start, and two a step
     with pytest.raises(TransientError, match="step 7: loss nan"):
-        train_quickstart(flags, run)
+        train(run, flags)
     assert complete_steps(run)[-2:] == [6, 7]
 
-    train_quickstart(flags, run, "--resume", "auto")
-    assert same_bits(load_weights(run), load_weights(one_run))
+    train(run, flags, "--resume auto")
+    assert same_weights(run, one_run)
 
 
-def test_a_weight_that_is_not_a_number_is_not_saved(tiny_args, tmp_path, one_run, monkeypatch):
+def test_a_weight_that_is_not_a_number_is_not_saved(train, tmp_path, one_run, monkeypatch):
     """As an error of the hardware makes one: the run ends so that it is restarted, from the step before."""
     step, calls = torch.optim.AdamW.step, itertools.count(1)
 
@@ -96,23 +103,25 @@ def test_a_weight_that_is_not_a_number_is_not_saved(tiny_args, tmp_path, one_run
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step_with_an_error)
     with pytest.raises(TransientError, match="not finite"):
-        train_quickstart(tiny_args, tmp_path / "run")
+        train("run")
     assert complete_steps(tmp_path / "run") == [3]
 
     monkeypatch.undo()
-    train_quickstart(tiny_args, tmp_path / "run", "--resume", "auto")
-    assert same_bits(load_weights(tmp_path / "run"), load_weights(one_run))
+    train("run", "--resume auto")
+    assert same_weights(tmp_path / "run", one_run)
 
 
 # ------------------------------------------------------------------------- float16 and its loss scale
 
 
 @pytest.fixture
-def float16_args(tiny_args, monkeypatch):
-    """Flags of a run whose loss scale begins at 8, and tries to double after every four good steps instead of 2,000. As
-    record8-124m on a GPU before Ampere it has AdamW and Muon, and weights that then stay in float32."""
+def train_in_float16(train, tmp_path, monkeypatch):
+    """train_in_float16("--max-steps 3") -> a run whose loss scale begins at 8, and tries to double after every four
+    good steps instead of 2,000. As record8-124m on a GPU before Ampere it has AdamW and Muon, and weights that then
+    stay in float32."""
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=4))
-    return [*tiny_args, *"--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1".split()]
+    flags = "--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1"
+    return partial(train, "run", flags)
 
 
 def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> None:
@@ -128,12 +137,11 @@ def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> No
 
 
 @pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"], ids=["adamw", "muon"])
-def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, monkeypatch, name):
+def test_an_overflow_skips_the_step_of_both_optimizers(train_in_float16, monkeypatch, name):
     """Though the gradients of one of them are finite. The scale halves; resumed before that, the bits are the same."""
-    multiply_gradient(
-        monkeypatch, name, math.inf, at=lambda backward: backward == 6
-    )  # two at the start, and two a step
-    run = train_quickstart(float16_args, tmp_path / "run")
+    # Two at the start, and two a step.
+    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 6)
+    run = train_in_float16()
     curve, weights = load_curve(run), load_weights(run)
     assert [step for step, (loss, _, norm) in curve.items() if loss is not None and norm is None] == [2]
     assert same_bits(load_weights(run, 2), load_weights(run, 3))
@@ -144,19 +152,19 @@ def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, m
     delete_checkpoints_after(run, 1)
     monkeypatch.undo()
     multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)
-    train_quickstart(float16_args, run, "--resume", "auto")
+    train_in_float16("--resume auto")
     assert load_curve(run) == curve and same_bits(load_weights(run), weights)
 
 
-def test_float16_refuses_a_loss_that_is_nan(float16_args, tmp_path, monkeypatch):
+def test_float16_refuses_a_loss_that_is_nan(train_in_float16, monkeypatch):
     """A loss is never scaled, so this is no overflow."""
     poison(monkeypatch)
     with pytest.raises(TransientError, match=r"step 0: loss nan.*--dtype float32"):
-        train_quickstart(float16_args, tmp_path / "loss")
+        train_in_float16()
 
 
-def test_float16_refuses_gradients_that_stay_nan(float16_args, tmp_path, monkeypatch):
+def test_float16_refuses_gradients_that_stay_nan(train_in_float16, monkeypatch):
     """The scale halves three times, from 8 to 1."""
     multiply_gradient(monkeypatch, "lm_head.weight", math.nan)
     with pytest.raises(TransientError, match=r"step 3: loss 5\.\d+, gradient norm nan"):
-        train_quickstart(float16_args, tmp_path / "gradient")
+        train_in_float16()
