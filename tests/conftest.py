@@ -106,13 +106,12 @@ def gpus() -> dict[str, str]:
 
 @pytest.fixture
 def run_script():
-    """run_script("infer.py", "--help", env={...}) -> CompletedProcess of a command as a user types it, in a new
-    interpreter. That takes seconds, so one test of each script does it."""
+    """run_script("infer.py", "--help") -> CompletedProcess of a command as a user types it, in a new interpreter. That
+    takes seconds, so one test of each script does it."""
 
-    def run(*args, env=None, cwd=None):
-        command = [sys.executable, *map(str, (ROOT / args[0], *args[1:]))]
-        env = {**os.environ, "OMP_NUM_THREADS": "2", **(env or {})}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=cwd)
+    def run(script, *args, cwd=None):
+        command = [sys.executable, ROOT / script, *args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
         assert done.returncode == 0, f"{args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done
 

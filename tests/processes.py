@@ -3,8 +3,8 @@ of 3.
 
     output = run_ranks(2, "train_gpt2.py", "quickstart", ..., log=path)
     script = start(sleep_forever, log=path)                         # a function; returns at once
-    script.send(signal.SIGINT)
-    assert script.wait().exit_code == 0, script.output
+    script.process.kill()
+    assert script.wait().exit_code == -9, script.output
 
 The process is a real one: it has its own streams, environment and exit code, and it dies of real signals. What the
 server has imported already is all that differs from a command that is typed.
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
@@ -92,14 +91,6 @@ class Script:
     def exit_code(self) -> int | None:
         """None while it runs; minus the number of the signal that killed it."""
         return self.process.exitcode
-
-    def send(self, number: int) -> bool:
-        """Send a signal; returns whether the process was still alive."""
-        with suppress(ProcessLookupError):  # it ended between the two lines
-            if self.process.is_alive():
-                os.kill(self.process.pid, number)
-                return True
-        return False
 
     def wait(self, seconds: float = 120) -> Script:
         """Wait until it has ended. Kills it and fails the test if that takes longer than `seconds`."""
