@@ -10,6 +10,7 @@ in processes of their own in processes.py. A test of training usually reads:
 import importlib
 import json
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,17 @@ def refused(named):
     return pytest.raises(UserError, match=named)
 
 
+def write_slowly(seconds):
+    """What checkpoint.write does, after a while."""
+    write = checkpoint.write
+
+    def wait_and_write(*args):
+        time.sleep(seconds)
+        write(*args)
+
+    return wait_and_write
+
+
 @contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
     """No file of this process grows beyond so many bytes, as on a full disk."""
@@ -98,12 +110,17 @@ def choices(config_class, field) -> tuple:
     return get_args(get_type_hints(config_class)[field])
 
 
+def read_jsonl(path) -> list[dict]:
+    """The lines of a file. It fails at one that is not JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def load_metrics(run) -> list[dict]:
-    """The lines of a run's metrics.jsonl. Unlike lifecycle.metrics it fails at a line that is not JSON."""
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl."""
+    return read_jsonl(Path(run) / "metrics.jsonl")
 
 
-def load_curve(run) -> dict[int, tuple[float | None, float | None, float | None]]:
+def load_curve(run) -> dict[int, tuple]:
     """{step: (train_loss, val_loss, grad_norm)} of a run, None for what was not measured at that step."""
     lines = load_metrics(run)
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines}), "a step appears twice"
@@ -126,9 +143,9 @@ def same_weights(a, b, step=12) -> bool:
 
 
 def assert_curves_close(a, b, rel=2e-4) -> None:
-    """Two curves, as of load_curve, have the same steps and measurements, and their values differ by rounding only."""
+    """Two runs have measured the same at the same steps, and the values differ by rounding only."""
     # (steps, 4): NaN, which equals NaN here, stands for what was not measured at a step.
-    a, b = (np.array([(step, *values) for step, values in curve.items()], float) for curve in (a, b))
+    a, b = (np.array([(step, *values) for step, values in load_curve(run).items()], float) for run in (a, b))
     np.testing.assert_allclose(a, b, rtol=rel)
 
 

@@ -1,14 +1,13 @@
 """HellaSwag: the scores are those of a plain scorer that reads one ending at a time, on one rank or several.
 test_runtimes.py compares them with the LM Evaluation Harness."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, make_hellaswag_rows, refused, run_main, write_jsonl, write_model
+from helpers import CPU, make_hellaswag_rows, read_jsonl, refused, run_main, write_jsonl, write_model
 from networks import NETWORKS, make_network
 
 import hellaswag as script
@@ -164,12 +163,17 @@ def test_every_row_is_written_with_its_losses(run, model, rows, tmp_path):
 
     assert multiple_choice.describe_score(multiple_choice.summarize(losses, examples)) in output
     means = multiple_choice.normalize(losses, examples)
-    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    for i, line in enumerate(lines):
-        assert (line["index"], line["label"]) == (i, examples[i].label)
-        assert (line["pred"], line["pred_norm"]) == (losses[i].argmin(), means[i].argmin())
-    found = torch.tensor([[line["losses"], line["losses_norm"]] for line in lines])
-    torch.testing.assert_close(found, torch.stack([losses, means], 1))
+    assert read_jsonl(tmp_path / "out") == [
+        {
+            "index": i,
+            "label": example.label,
+            "pred": losses[i].argmin(),
+            "pred_norm": means[i].argmin(),
+            "losses": pytest.approx(losses[i].tolist()),
+            "losses_norm": pytest.approx(means[i].tolist()),
+        }
+        for i, example in enumerate(examples)
+    ]
     assert "in bfloat16" in run(*flags, "--dtype bfloat16")
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import CPU, assert_curves_close, load_curve, refused
+from helpers import CPU, assert_curves_close, refused
 
 from system.errors import UserError
 from training import microbatch
@@ -137,4 +137,4 @@ def test_a_compiler_that_fails_on_one_rank_is_left_out_on_all(tiny_args, tmp_pat
     flags = [*tiny_args, "--compile --out-dir", tmp_path / "run"]
     output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=take_rank_1_its_compiler)
     assert output.count("g++: error: unrecognized") == 1 and "Traceback" not in output
-    assert_curves_close(load_curve(tmp_path / "run"), load_curve(one_run))
+    assert_curves_close(tmp_path / "run", one_run)

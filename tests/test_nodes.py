@@ -37,7 +37,7 @@ def test_a_killed_rank_is_restarted_on_both_machines(train, tiny_args, tmp_path)
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     wait_for_ends(start_machines(tiny_args, undisturbed))
     one = train("one", RUN_FLAGS)
-    assert_curves_close(load_curve(undisturbed), load_curve(one))
+    assert_curves_close(undisturbed, one)
 
     machines = start_machines(tiny_args, killed)
     wait_for(lambda: (latest_step(killed) or 0) >= 20)

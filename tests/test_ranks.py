@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
@@ -27,6 +26,7 @@ from helpers import (
     same_weights,
     write_jsonl,
     write_model,
+    write_slowly,
 )
 
 import train_gpt2
@@ -50,7 +50,7 @@ def test_a_run_moves_between_numbers_of_ranks(train_ranks, one_run, trained_run,
     train_ranks(2, trained_run, flags, "--zero-stage 1 --time-limit 1s")
     assert run_folder.latest_step(trained_run) == 7
     train_ranks(4, trained_run, flags)
-    assert_curves_close(load_curve(trained_run), load_curve(one_run))
+    assert_curves_close(trained_run, one_run)
 
 
 def test_every_feature_works_on_two_ranks(train, train_ranks, tiny_args, tmp_path):
@@ -66,7 +66,7 @@ def test_every_feature_works_on_two_ranks(train, train_ranks, tiny_args, tmp_pat
     one, two = train("one", *flags), tmp_path / "two"
     output = train_ranks(2, two, *flags)
 
-    assert_curves_close(load_curve(two), load_curve(one), 3e-2)
+    assert_curves_close(two, one, 3e-2)
     one_row, two_row = (load_metrics(run)[2] for run in (one, two))
     assert one_row["hellaswag_acc"] == two_row["hellaswag_acc"]
     assert output.count(", sample 3 of ") == 1
@@ -91,7 +91,7 @@ def signal_rank_1_in(module, name) -> None:
     """A `prepare` for ranks of which the second gets a SIGTERM when it first calls this function. They write slowly,
     and print, when their training ends, which checkpoint there is."""
     function, calls = getattr(sys.modules[module], name), itertools.count()
-    write, train = checkpoint.write, train_gpt2.train
+    train = train_gpt2.train
 
     def signalled(*args):
         if os.environ["RANK"] == "1" and next(calls) == 0:
@@ -104,7 +104,7 @@ def signal_rank_1_in(module, name) -> None:
         return ending
 
     setattr(sys.modules[module], name, signalled)
-    checkpoint.write = lambda *args: (time.sleep(0.2), write(*args))
+    checkpoint.write = write_slowly(0.2)
     train_gpt2.train = train_and_print
 
 
@@ -248,4 +248,4 @@ def test_ranks_that_drift_apart_end_the_run(train_ranks, tmp_path, one_run):
 
     # The same command continues from there.
     train_ranks(2, run, "--resume auto")
-    assert_curves_close(load_curve(run), load_curve(one_run))
+    assert_curves_close(run, one_run)

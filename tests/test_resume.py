@@ -2,7 +2,6 @@
 with other settings, other data or other weights."""
 
 import itertools
-import time
 from unittest.mock import Mock, patch
 
 import pytest
@@ -18,6 +17,7 @@ from helpers import (
     same_bits,
     same_weights,
     write_model,
+    write_slowly,
 )
 
 import train_gpt2
@@ -76,8 +76,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(train, tmp_path, monkeypatch
 
 def test_a_resumed_step_is_evaluated_again(train, tmp_path, one_run, monkeypatch):
     """A step is saved before its evaluations, which may never end; a crash waits for the write."""
-    run, write = tmp_path / "run", checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.05), write(*args)))
+    run = tmp_path / "run"
+    monkeypatch.setattr(checkpoint, "write", write_slowly(0.05))
     validate = Mock(side_effect=[{"val_loss": 5.5}, {"val_loss": 5.5}, KeyboardInterrupt])  # of steps 0, 4 and 8
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(evaluator, "validate", validate)

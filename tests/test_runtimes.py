@@ -4,7 +4,6 @@ They are real: tests/requirements-runtimes.txt, which `make torture` installs; a
 transformers, which every install has, is in test_convert.py. What a user types: docs/using-your-model.md.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, ROOT, make_hellaswag_rows, write_jsonl
+from helpers import CPU, ROOT, make_hellaswag_rows, read_jsonl, write_jsonl
 from networks import NETWORKS, make_network
 
 from evaluation import multiple_choice
@@ -104,6 +103,6 @@ def test_the_harness_scores_as_we_do(make_export, tmp_path, name):
     subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, check=True)
 
     samples_file = next((tmp_path / "out").rglob("samples_*.jsonl"))
-    samples = sorted((json.loads(line) for line in samples_file.read_text().splitlines()), key=lambda s: s["doc_id"])
+    samples = sorted(read_jsonl(samples_file), key=lambda s: s["doc_id"])
     of_harness = torch.tensor([[float(answer[0]) for answer in s["filtered_resps"]] for s in samples])  # (n, 4)
     torch.testing.assert_close(of_harness, -expected, atol=2e-3, rtol=1e-5)

@@ -1,6 +1,5 @@
 """A whole run learns, and is the same compiled. test_plain.py and test_golden.py compare losses, norms and weights."""
 
-import time
 from dataclasses import fields, replace
 from functools import partial
 from typing import get_type_hints
@@ -15,6 +14,7 @@ from helpers import (
     parse_config,
     same_bits,
     write_jsonl,
+    write_slowly,
 )
 
 import train_gpt2
@@ -40,8 +40,7 @@ MOVING = """--optimizer muon --max-steps 3 --warmup-steps 1 --schedule trapezoid
 
 def test_the_end_names_the_best_weights_that_are_there(train, monkeypatch, capsys):
     """Also if the last checkpoint takes longer to write than the last evaluation takes."""
-    write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.2), write(*args)))
+    monkeypatch.setattr(checkpoint, "write", write_slowly(0.2))
     run = train("run", "--save-every 4 --keep 1")
     losses = {val_loss: step for step, (_, val_loss, _) in load_curve(run).items() if val_loss is not None}
     best = model_path(run, losses[min(losses)])
@@ -92,10 +91,10 @@ def test_compiled_equals_eager_and_compiles_at_the_start(train, tmp_path, monkey
 
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3))  # of several lengths
     flags = "--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 3 --model.n-embd 8"
-    eager = load_curve(train("eager", flags))
+    eager = train("eager", flags)
     monkeypatch.setattr(train_gpt2, "build_trainer", make_trainer)
     evaluations = "--compile --sample-every 2 --hellaswag-every 2 --hellaswag-data"
-    compiled = load_curve(train("compiled", flags, evaluations, rows))
+    compiled = train("compiled", flags, evaluations, rows)
 
     assert_curves_close(compiled, eager)
     # The blocks share one graph, and the chunks of the head another; training and validation have their own.
