@@ -117,47 +117,39 @@ def test_the_comparison_finds_a_planted_fault(right_config, tmp_path, fault):
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypatch, capsys):
-    """From its last save, which may be several steps before the kill; and not with other settings."""
-    cfg = replace(right_config, out_dir=str(tmp_path), save_every=3, resume="auto", sample_every=4)
+    """From its last save, which may be several steps before the kill. Not with other settings, nor with one more shard,
+    which came while it ran: the order of the data would be another."""
+    data, run = write_random_walk_shards(tmp_path / "data"), tmp_path / "run"
+    cfg = replace(right_config, data_dir=str(data), out_dir=str(run), save_every=3, resume="auto", sample_every=4)
+    new_shard = data / "tiny_train_000004.npy"
     monkeypatch.setattr(train_gpt2_plain, "sample_text", lambda *_: "a sample")
     write_row = train_gpt2_plain.write_row
 
     def die(out_dir, row):
         write_row(out_dir, row)
+        if row["step"] == 2:
+            shutil.copy(data / "tiny_train_000003.npy", new_shard)
         if row["step"] == 5:
             (out_dir / "metrics.jsonl").open("a").write('{"step": 6, "tr')  # a kill may cut a line off
             raise InterruptedError
 
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt2_plain, "write_row", die)
-        for _ in range(2):
-            with pytest.raises(InterruptedError):
-                train_gpt2_plain.train(cfg)
+        with pytest.raises(InterruptedError):
+            train_gpt2_plain.train(cfg)
+        with refused("data_dir"):
+            train_gpt2_plain.train(cfg)
+        new_shard.unlink()
+        with pytest.raises(InterruptedError):
+            train_gpt2_plain.train(cfg)
     for other, named in (replace(cfg, max_lr=1.0), "max_lr"), (replace(cfg, resume="none"), "not empty"):
         with refused(named):
             train_gpt2_plain.train(other)
     train_gpt2_plain.train(cfg)
 
-    differences = largest_differences(Path(right_config.out_dir), tmp_path)
+    differences = largest_differences(Path(right_config.out_dir), run)
     assert set(differences.values()) == {0}
     assert capsys.readouterr().out.count("a sample") == 5  # at step 4 of each start, at 8 and at the end
-
-
-def test_a_run_goes_on_with_the_shards_that_it_began_with(right_config, tmp_path, monkeypatch):
-    """Not with one more, which came while it ran: the order of the data would be another."""
-    data = write_random_walk_shards(tmp_path / "data")
-    cfg = replace(right_config, data_dir=str(data), out_dir=str(tmp_path / "run"), save_every=3, resume="auto")
-
-    def add_a_shard(out_dir, row):
-        if row["step"] == 4:
-            shutil.copy(data / "tiny_train_000003.npy", data / "tiny_train_000004.npy")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt2_plain, "write_row", add_a_shard)
-        train_gpt2_plain.train(cfg)
-
-    with refused("data_dir"):
-        train_gpt2_plain.train(cfg)
 
 
 def test_each_group_has_a_rate_of_its_own(right_config, tmp_path, monkeypatch):
