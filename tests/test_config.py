@@ -125,14 +125,6 @@ def test_flags_override_the_preset():
     assert parse_words(flags) == replace(GPT2, **words)
 
 
-@pytest.mark.parametrize("words, mode", [
-    ("", ("train", "")), ("--dry-run", ("dry-run", "")), ("--eval-only", ("eval-only", "")),
-    ("--card 8xH100", ("train", "8xH100")),
-])  # fmt: skip
-def test_a_mode_is_no_setting_of_the_run(words, mode):
-    assert parse(["quickstart", *words.split()]) == (QUICKSTART, *mode)
-
-
 def test_the_help_has_every_flag_with_its_value_and_sentence(capsys):
     """But for those that only presets set; also those of the network."""
     with pytest.raises(SystemExit) as ending:

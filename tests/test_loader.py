@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, make_shards, refused
+from helpers import CPU, refused
 
 from tokens import shards
 from training import loader
@@ -32,15 +32,10 @@ def open_loader(folder, **kwargs):
     (100_000_000, 3),
 ])  # fmt: skip
 def test_groups_of_shards_fill_the_pool(tiny_data, monkeypatch, pool_tokens, shards_per_group):
-    """The shards of a group are mixed, and groups are not. A run that resumes must find the same groups."""
+    """A run that resumes must find the same groups."""
     monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", pool_tokens)
-    data = open_loader(tiny_data)
-    visited = data.order.span(0, data.order.sequences_per_epoch)[:, 0]
-    changes_of_shard = (np.diff(visited) != 0).sum()
-    assert changes_of_shard == 2 if shards_per_group == 1 else changes_of_shard > 10
-    assert (len(set(visited[-40:])) == 1) == (shards_per_group < 3), "the last group is one shard"
     suffix = f"-{shards_per_group}" if shards_per_group > 1 else ""
-    assert data.fingerprint() == shards.fingerprint(tiny_data) + suffix
+    assert open_loader(tiny_data).fingerprint() == shards.fingerprint(tiny_data) + suffix
 
 
 ORDERS = [
@@ -120,14 +115,6 @@ def test_id_above_vocabulary_is_named(tiny_data):
     data = open_loader(tiny_data, vocab_size=255)
     with refused(r"tiny_train_00000\d.*id 255"):
         data.read(data.order.span(0, data.order.sequences_per_epoch))
-
-
-def test_a_shard_that_changes_is_not_trained_on(tmp_path):
-    """Any bit of it, where there is a manifest."""
-    data = open_loader(make_shards(tmp_path / "toy", size=1000), vocab_size=50257, shuffle=False)
-    shards.write_shard(data.files[1].path, np.arange(1000))
-    with refused(data.files[1].path.name):
-        data.read(np.array([[1, 0]]))
 
 
 def test_a_sequence_needs_one_token_more(tiny_data):
