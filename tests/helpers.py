@@ -8,6 +8,7 @@ in processes of their own in processes.py. A test of training usually reads:
 """
 
 import importlib
+import itertools
 import json
 import resource
 import time
@@ -91,6 +92,20 @@ def write_slowly(seconds):
         write(*args)
 
     return wait_and_write
+
+
+def err_in_update_5(change):
+    """What AdamW.step does, with an error of the hardware in its fifth call: one weight of the embedding becomes
+    change(weight)."""
+    step, calls = torch.optim.AdamW.step, itertools.count(1)
+
+    def step_with_an_error(optimizer):
+        step(optimizer)
+        if next(calls) == 5:
+            embedding = optimizer.param_groups[0]["params"][0].data
+            embedding[9, 9] = change(embedding[9, 9])
+
+    return step_with_an_error
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Ranks: how many there are does not show in the result, a run moves between their numbers, and one that fails or
-differs ends all of them."""
+"""Ranks: how many there are does not show in the result, a run moves between their numbers, and one that differs ends
+all of them. test_distributed.py and test_cli.py have one that fails."""
 
 import itertools
 import json
@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from helpers import (
     CPU,
     assert_curves_close,
     delete_checkpoints_after,
+    err_in_update_5,
     load_curve,
     load_metrics,
     make_hellaswag_rows,
@@ -34,7 +34,6 @@ from lifecycle import start
 from model import GPT
 from system import distributed
 from system.distributed import Runtime
-from tokens import shards
 from training import optim
 from training.build import build_trainer
 from weights import checkpoint, run_folder
@@ -147,24 +146,6 @@ def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
     run_ranks(2, check_shares, *tiny_args, "--optimizer muon --zero-stage 1")
 
 
-# ------------------------------------------------------------------------- a rank that fails
-
-
-def test_an_error_on_one_rank_ends_the_other(train_ranks, tiny_data, tmp_path):
-    """With a status, by which nothing restarts them."""
-    # A token that is not in the vocabulary, in sequence 6, which the second rank reads.
-    tokens = np.arange(3001, dtype=np.uint16) % 256
-    tokens[200] = 300
-    shards.write_shard(tiny_data / "tiny_train_000001.npy", tokens)
-    status = tmp_path / "status.json"
-
-    flags = "--no-shuffle --val-every 0"
-    output = train_ranks(2, "out", flags, fails=True, env={"TRAIN_STATUS_FILE": str(status)})
-
-    assert "error: " in output and "tiny_train_000001.npy: token 200 is id 300" in output
-    assert json.loads(status.read_text())["status"] == "user_error"
-
-
 # ------------------------------------------------------------------------- ranks that differ
 
 
@@ -224,15 +205,7 @@ def change_weights_of_rank_1() -> None:
         return
     manual_seed = torch.manual_seed
     torch.manual_seed = lambda seed: manual_seed(seed + 1)
-    step, calls = torch.optim.AdamW.step, itertools.count(1)
-
-    def step_with_an_error(optimizer):
-        step(optimizer)
-        if next(calls) == 5:
-            weight = optimizer.param_groups[0]["params"][0].data  # the embedding
-            weight[9, 9] = torch.nextafter(weight[9, 9], torch.tensor(1.0))
-
-    torch.optim.AdamW.step = step_with_an_error
+    torch.optim.AdamW.step = err_in_update_5(lambda weight: torch.nextafter(weight, torch.tensor(1.0)))
 
 
 def test_ranks_that_drift_apart_end_the_run(train_ranks, tmp_path, one_run):

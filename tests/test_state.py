@@ -1,7 +1,7 @@
 """What a kill must not lose is saved and loaded by name; what is missing or unknown is refused."""
 
 import copy
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from training.state import copy_weights, to_state_dict
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     """Also that of step 0, which has no state yet; and whatever the run that it was copied from does meanwhile."""
-    cfg = dataclasses.replace(BASE, optimizer=optimizer, param_dtype=dtype)
+    cfg = replace(BASE, optimizer=optimizer, param_dtype=dtype)
     a = build(cfg)
     for step in range(first_step):
         take_step(a, step)
@@ -80,13 +80,13 @@ def test_state_of_other_parameters_is_refused():
 def test_a_loaded_state_keeps_this_runs_settings():
     trainer = build(BASE)
     take_step(trainer, 0)
-    other = build(dataclasses.replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
+    other = build(replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
     assert {group["weight_decay"] for group in other.optimizers["adamw"].param_groups} == {0.3, 0.0}
 
 
 @pytest.mark.parametrize("dtype", choices(TrainConfig, "param_dtype"))
 def test_other_weights_can_be_looked_at(dtype):
-    trainer = build(dataclasses.replace(BASE, param_dtype=dtype))
+    trainer = build(replace(BASE, param_dtype=dtype))
     before = copy.deepcopy(trainer.model.state_dict())
     halves = {name: weight.detach() / 2 for name, weight in trainer.weights.items()}
     with pytest.raises(KeyboardInterrupt), trainer.using(halves):

@@ -11,6 +11,7 @@ import torch
 from helpers import (
     CPU,
     delete_checkpoints_after,
+    err_in_update_5,
     load_curve,
     load_weights,
     parse_config,
@@ -88,27 +89,18 @@ def test_a_refused_update_loses_no_step_and_no_checkpoint(train, tmp_path, one_r
         train(run, flags)
     assert complete_steps(run)[-2:] == [6, 7]
 
-    train(run, flags, "--resume auto")
-    assert same_weights(run, one_run)
+    assert same_weights(train(run, flags, "--resume auto"), one_run)
 
 
 def test_a_weight_that_is_not_a_number_is_not_saved(train, tmp_path, one_run, monkeypatch):
-    """As an error of the hardware makes one: the run ends so that it is restarted, from the step before."""
-    step, calls = torch.optim.AdamW.step, itertools.count(1)
-
-    def step_with_an_error(optimizer):
-        step(optimizer)
-        if next(calls) == 5:
-            optimizer.param_groups[0]["params"][0].data[9, 9] = math.nan  # the embedding
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step_with_an_error)
+    """The run ends so that it is restarted, from the step before."""
+    monkeypatch.setattr(torch.optim.AdamW, "step", err_in_update_5(lambda weight: math.nan))
     with pytest.raises(TransientError, match="not finite"):
         train("run")
     assert complete_steps(tmp_path / "run") == [3]
 
     monkeypatch.undo()
-    train("run", "--resume auto")
-    assert same_weights(tmp_path / "run", one_run)
+    assert same_weights(train("run", "--resume auto"), one_run)
 
 
 # ------------------------------------------------------------------------- float16 and its loss scale
@@ -136,7 +128,8 @@ def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> No
     monkeypatch.setattr(GPT, "to", to_with_hook)
 
 
-@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"], ids=["adamw", "muon"])
+# AdamW's, and Muon's.
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"])
 def test_an_overflow_skips_the_step_of_both_optimizers(train_in_float16, monkeypatch, name):
     """Though the gradients of one of them are finite. The scale halves; resumed before that, the bits are the same."""
     # Two at the start, and two a step.
@@ -156,15 +149,12 @@ def test_an_overflow_skips_the_step_of_both_optimizers(train_in_float16, monkeyp
     assert load_curve(run) == curve and same_bits(load_weights(run), weights)
 
 
-def test_float16_refuses_a_loss_that_is_nan(train_in_float16, monkeypatch):
-    """A loss is never scaled, so this is no overflow."""
-    poison(monkeypatch)
-    with pytest.raises(TransientError, match=r"step 0: loss nan.*--dtype float32"):
-        train_in_float16()
-
-
-def test_float16_refuses_gradients_that_stay_nan(train_in_float16, monkeypatch):
-    """The scale halves three times, from 8 to 1."""
-    multiply_gradient(monkeypatch, "lm_head.weight", math.nan)
-    with pytest.raises(TransientError, match=r"step 3: loss 5\.\d+, gradient norm nan"):
+@pytest.mark.parametrize("spoil, named", [
+    # A loss is never scaled, so this is no overflow. For gradients, the scale halves three times, from 8 to 1.
+    (poison, r"step 0: loss nan.*--dtype float32"),
+    (partial(multiply_gradient, name="lm_head.weight", factor=math.nan), r"step 3: loss 5\.\d+, gradient norm nan"),
+])  # fmt: skip
+def test_float16_refuses_what_stays_nan(train_in_float16, monkeypatch, spoil, named):
+    spoil(monkeypatch)
+    with pytest.raises(TransientError, match=named):
         train_in_float16()
