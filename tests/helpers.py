@@ -64,11 +64,11 @@ def parse_config(*words) -> TrainConfig:
     return parse(split_flags(words))[0]
 
 
-def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
+def train_quickstart(args, out, *more, stop=None) -> Path:
     """Train the preset quickstart with the flags `args` and `more` in this process, into the folder `out`; returns that
     folder. `stop` may hold a stop request, by which a test ends the run early."""
     torch.set_num_threads(1)  # the tests run side by side
-    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
+    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), CPU, stop or StopRequest())
     return Path(out)
 
 

@@ -52,7 +52,7 @@ def forkserver_context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict[str, str], prepare: Callable) -> None:
+def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict, prepare: Callable | None) -> None:
     """In the new process: do what a shell does before a command, then what `prepare` does, which may plant a fault,
     then run the script's main."""
     for stream, path in ((1, log), (2, f"{log}.err")):
@@ -70,7 +70,8 @@ def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict[st
 
     # The script, as if its arguments had been typed, with the planted fault, if any.
     sys.argv = [str(script), *argv]
-    prepare()
+    if prepare:
+        prepare()
     run_cli(importlib.import_module(script.removesuffix(".py")).main if isinstance(script, str) else script)
 
 
@@ -102,11 +103,7 @@ class Script:
         return self
 
 
-def do_nothing() -> None:
-    """The `prepare` of a process in which no fault is planted."""
-
-
-def start(script, *argv, log: Path, env=None, prepare=do_nothing) -> Script:
+def start(script, *argv, log: Path, env=None, prepare=None) -> Script:
     """Start a script, a file or a function, and return at once. argv: as of helpers.split_flags. env: variables beside
     those of this process. prepare: a function of a module, called in the new process before the script."""
     args = (script, split_flags(argv), str(log), {**os.environ, **(env or {})}, prepare)
@@ -118,11 +115,11 @@ def start(script, *argv, log: Path, env=None, prepare=do_nothing) -> Script:
 def start_ranks(n: int, script, *argv, log: Path, env=None, **how) -> list[Script]:
     """Start n ranks of one run, with the environment that torchrun gives them and a log file for each, which is named
     after `log`. `how` goes to `start`."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(n), **(env or {})}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{find_free_port()}", "WORLD_SIZE": f"{n}", **(env or {})}
     started = []
-    for rank in map(str, range(n)):
-        path = log.with_name(f"{log.name}.{rank}")
-        started.append(start(script, *argv, log=path, env={**common, "RANK": rank, "LOCAL_RANK": rank}, **how))
+    for rank in range(n):
+        own = {**env, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        started.append(start(script, *argv, log=log.with_name(f"{log.name}.{rank}"), env=own, **how))
     return started
 
 

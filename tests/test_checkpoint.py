@@ -16,8 +16,9 @@ from helpers import limit_file_size, refused, same_bits, write_jsonl, write_mode
 from lifecycle.metrics import best_step
 from model import GPT, GPTConfig
 from system.errors import UserError
-from weights import checkpoint, run_folder
+from weights import checkpoint
 from weights.open_model import open_and_describe, open_model
+from weights.run_folder import complete_steps, latest_step, optim_path
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24)  # the default, 12 heads, would fit, too
 
@@ -28,7 +29,7 @@ MODERN = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rms
 def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWriter | None = None) -> None:
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
-    best = best_step(folder, run_folder.complete_steps(folder))
+    best = best_step(folder, complete_steps(folder))
     writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "parts": {"adamw": torch.ones(3)}}, best)
     writer.finish()
 
@@ -66,15 +67,15 @@ def test_what_was_saved_comes_back(tmp_path, config):
 
 
 def test_only_a_complete_step_counts(tmp_path, train):
-    assert run_folder.latest_step(tmp_path) is None and run_folder.latest_step(tmp_path / "missing") is None
+    assert latest_step(tmp_path) is None and latest_step(tmp_path / "missing") is None
     for step in (1, 2, 99_999, 100_000):  # by number: model_100000.pt sorts before model_99999.pt
         save(tmp_path, step)
-    assert run_folder.latest_step(tmp_path) == 100_000
+    assert latest_step(tmp_path) == 100_000
 
     # Killed between the two renames: only optim_*.pt is there. And the other way round, as pulled from the Hub.
     (tmp_path / "model_100000.pt").unlink()
     (tmp_path / "optim_99999.pt").unlink()
-    assert run_folder.latest_step(tmp_path) == 2
+    assert latest_step(tmp_path) == 2
     assert checkpoint.read_train_state(tmp_path)["step"] == 2
     with refused(r"no optim_99999\.pt"):
         checkpoint.read_train_state(tmp_path / "model_99999.pt")
@@ -82,12 +83,12 @@ def test_only_a_complete_step_counts(tmp_path, train):
     # Cut off.
     complete = (tmp_path / "model_00002.pt").read_bytes()
     (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) // 2])
-    assert run_folder.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
+    assert latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
 
     # A run whose first save was killed between the renames begins anew.
     new = tmp_path / "new"
     new.mkdir()
-    run_folder.optim_path(new, 1).write_bytes(b"content")
+    optim_path(new, 1).write_bytes(b"content")
     train(new, "--resume auto --max-steps 1")
     assert checkpoint.read_train_state(new)["step"] == 1
 
@@ -135,12 +136,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5, "val_loss": 3.0}, {"step": 6}, {"step": 7}])
     for step in range(1, 8):
         save(tmp_path, step, keep=2)
-    assert run_folder.complete_steps(tmp_path) == [2, 6, 7]
+    assert complete_steps(tmp_path) == [2, 6, 7]
     assert len(file_names(tmp_path)) == 2 * 3 + 1  # and the metrics
 
     # Steps after the one that is saved stay: the run was resumed from an earlier one.
     save(tmp_path, 4, keep=1)
-    assert run_folder.complete_steps(tmp_path) == [2, 4, 6, 7]
+    assert complete_steps(tmp_path) == [2, 4, 6, 7]
 
 
 def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
@@ -192,12 +193,12 @@ def test_a_failed_write_loses_nothing(tmp_path):
         save(tmp_path / "run", 2, writer=writer)
     with limit_file_size(10_000), pytest.raises(OSError, match="Errno 27"):
         checkpoint.write(tmp_path / "large", {"weight": torch.zeros(10**5)})
-    assert run_folder.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
+    assert complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
 
     # Somebody has moved the folder away.
     (tmp_path / "run").rename(tmp_path / "moved")
     save(tmp_path / "run", 4, writer=writer)
-    assert run_folder.complete_steps(tmp_path / "run") == [4]
+    assert complete_steps(tmp_path / "run") == [4]
 
 
 @pytest.mark.parametrize("number, failures, error, writes", [
@@ -211,4 +212,4 @@ def test_a_save_that_fails_is_tried_again(train, tmp_path, monkeypatch, number, 
     flags = "--save-every 1 --max-steps 100" if number == 27 else "--max-steps 1"
     with pytest.raises(error, match="planted") if error else nullcontext():
         train("run", flags)
-    assert write.call_count == writes and run_folder.complete_steps(tmp_path / "run") == ([] if error else [1])
+    assert write.call_count == writes and complete_steps(tmp_path / "run") == ([] if error else [1])

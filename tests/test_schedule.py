@@ -1,6 +1,5 @@
 """Schedules are the published curves; test_golden.py has each rate."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,6 @@ TRAPEZOID = replace(COSINE, schedule="trapezoid", warmup_steps=0, cooldown=0.25,
 @pytest.mark.parametrize("cfg, total_steps, factors", [
     # build-nanogpt's: up to 1, then half a cosine down to a tenth.
     (COSINE, 19073, {0: 1 / 715, 714: 1, 715: 1, 9894: 0.55, 19073: 0.1, 19074: 0.1}),
-    (COSINE, 19073, {3000: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 2285 / 18358))}),
     (replace(COSINE, warmup_steps=0.1, min_lr=0.0), 50, {0: 0.2, 4: 1, 5: 1, 50: 0}),
     (TRAPEZOID, 100, {0: 1, 75: 1, 88: 12 / 25, 100: 0}),
     (replace(TRAPEZOID, cooldown=0.0), 100, {99: 1, 100: 0}),

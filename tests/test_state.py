@@ -13,6 +13,14 @@ from training.config import TrainConfig
 from training.state import copy_weights, to_state_dict
 
 
+@pytest.fixture
+def trainer():
+    """A small one, after a step."""
+    trainer = build(BASE)
+    take_step(trainer, 0)
+    return trainer
+
+
 @pytest.mark.parametrize("first_step", [0, 1])
 @pytest.mark.parametrize("dtype", choices(TrainConfig, "param_dtype"))
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
@@ -34,10 +42,8 @@ def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     assert same_bits(a.model.state_dict(), b.model.state_dict()) and same_bits(a.weights, b.weights)
 
 
-def test_the_state_of_an_optimizer_is_by_name_and_has_its_own_types():
+def test_the_state_of_an_optimizer_is_by_name_and_has_its_own_types(trainer):
     """Two parameters of one shape that change their order keep their moments, whose type no loading changes."""
-    trainer = build(BASE)
-    take_step(trainer, 0)
     saved = trainer.state.copy()
     moments = saved["parts"]["adamw"]
     assert moments.keys() == trainer.weights.keys()
@@ -61,10 +67,8 @@ def test_a_part_that_is_missing_or_unknown_is_refused():
     assert trainer.state.num_bytes() == other.state.num_bytes() + 8
 
 
-def test_state_of_other_parameters_is_refused():
+def test_state_of_other_parameters_is_refused(trainer):
     """torch would load it, and fail in the first step or, where shapes can be stretched, not at all."""
-    trainer = build(BASE)
-    take_step(trainer, 0)
     saved = trainer.state.copy()
     moments = saved["parts"]["adamw"]
     name = "transformer.h.0.mlp.c_fc.weight"
@@ -77,9 +81,7 @@ def test_state_of_other_parameters_is_refused():
             trainer.state.load(saved | {"parts": saved["parts"] | {"adamw": wrong}})
 
 
-def test_a_loaded_state_keeps_this_runs_settings():
-    trainer = build(BASE)
-    take_step(trainer, 0)
+def test_a_loaded_state_keeps_this_runs_settings(trainer):
     other = build(replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
     assert {group["weight_decay"] for group in other.optimizers["adamw"].param_groups} == {0.3, 0.0}
 
