@@ -17,7 +17,7 @@ from pathlib import Path
 # As the scripts set it: threads that wait do not spin, because the tests run side by side. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The tests are of the CPU, whatever the machine has besides; test_cuda.py alone gives the GPUs back.
-GPUS = {"CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]} if "CUDA_VISIBLE_DEVICES" in os.environ else {}
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import processes
@@ -95,8 +95,8 @@ def trained_run(one_run, tmp_path) -> Path:
 
 
 @pytest.fixture
-def gpus() -> dict[str, str]:
-    """The environment variable that gives this process's children the GPUs back, if the machine's user had set it."""
+def gpus() -> str:
+    """The GPUs that this process's children may have: those that the machine's user had set, or the first."""
     return GPUS
 
 

@@ -3,9 +3,9 @@
 Most tests write real files of a tiny model with `save`, damage or delete some of them, and ask what is left.
 """
 
-import dataclasses
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
@@ -23,7 +23,7 @@ from weights.run_folder import complete_steps, latest_step, optim_path
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24)  # the default, 12 heads, would fit, too
 
 # A network unlike GPT-2's: a checkpoint must also keep the fields that GPT-2 has no use for.
-MODERN = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
+MODERN = replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
 
 
 def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWriter | None = None) -> None:
@@ -32,10 +32,6 @@ def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWr
     best = best_step(folder, complete_steps(folder))
     writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "parts": {"adamw": torch.ones(3)}}, best)
     writer.finish()
-
-
-def file_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # ------------------------------------------------------------------------- reading
@@ -137,7 +133,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step, keep=2)
     assert complete_steps(tmp_path) == [2, 6, 7]
-    assert len(file_names(tmp_path)) == 2 * 3 + 1  # and the metrics
+    assert len([*tmp_path.iterdir()]) == 2 * 3 + 1  # and the metrics
 
     # Steps after the one that is saved stay: the run was resumed from an earlier one.
     save(tmp_path, 4, keep=1)
@@ -148,7 +144,7 @@ def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
     for name in ("optim_best.pt", ".model_00003.pt.part"):
         (tmp_path / name).write_bytes(b"content")
     save(tmp_path, 4)
-    assert file_names(tmp_path) == ["model_00004.pt", "optim_00004.pt", "optim_best.pt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"model_00004.pt", "optim_00004.pt", "optim_best.pt"}
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def run_on_gpu(gpus, tmp_path_factory):
 
     def run(script, *args):
         log = tmp_path_factory.mktemp("output") / "log"
-        ended = start(script, *args, log=log, env={"CUDA_VISIBLE_DEVICES": "0", **gpus}).wait(200)
+        ended = start(script, *args, log=log, env={"CUDA_VISIBLE_DEVICES": gpus}).wait(200)
         assert ended.exit_code == 0, ended.output
         return ended.log.read_text()
 

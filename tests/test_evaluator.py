@@ -50,8 +50,7 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data, monkeypat
 def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
     """Of the very targets that are validated, in sequences of 8. A character may be split across tokens, and
     <|endoftext|> has no bytes."""
-    texts = ["naïve café: 日本語", "plain words, and more of them than fit"]
-    tokens = encode(texts)
+    tokens = encode(["naïve café: 日本語", "plain words, and more of them than fit"])
     shards.write_shard(tmp_path / "toy_val_000000.npy", np.array(tokens))
     data = Loader(tmp_path, "val", 8, 50257)
     cfg = replace(PRESETS["gpt2-124m"], val_tokens=1024)

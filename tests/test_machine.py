@@ -131,15 +131,14 @@ def test_a_mac_trains_uncompiled_in_float32(mac, monkeypatch):
 
 def test_the_plain_trainer_takes_a_macs_gpu(mac, monkeypatch, tiny_data, tmp_path):
     """Without autocast. Here nothing can be moved there."""
-    gpt, autocast = Mock(), Mock()
-    gpt.return_value.to.side_effect = InterruptedError
-    monkeypatch.setattr(train_gpt2_plain, "GPT", gpt)
+    move, autocast = Mock(side_effect=InterruptedError), Mock()
+    monkeypatch.setattr(train_gpt2_plain, "GPT", Mock(return_value=Mock(to=move)))
     monkeypatch.setattr(torch, "autocast", autocast)
     sizes = {"total_batch_size": 256, "micro_batch_size": 4, "sequence_length": 32, "val_every": 0}
     with pytest.raises(InterruptedError):
         train_gpt2_plain.train(train_gpt2_plain.Config(data_dir=tiny_data, out_dir=tmp_path / "run", **sizes))
-    gpt.return_value.to.assert_called_with(mac.device)
-    assert autocast.call_args.args[0] == "mps" and not autocast.call_args.kwargs["enabled"]
+    move.assert_called_with(mac.device)
+    autocast.assert_called_with("mps", torch.bfloat16, enabled=False)
 
 
 def test_windows_is_told_of_wsl():

@@ -132,9 +132,8 @@ def take_rank_1_its_compiler() -> None:
     torch.compile = partial(torch.compile, backend=backend)
 
 
-def test_a_compiler_that_fails_on_one_rank_is_left_out_on_all(tiny_args, tmp_path, one_run, run_ranks):
+def test_a_compiler_that_fails_on_one_rank_is_left_out_on_all(train_ranks, tmp_path, one_run):
     """With one line, before the first step."""
-    flags = [*tiny_args, "--compile --out-dir", tmp_path / "run"]
-    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=take_rank_1_its_compiler)
+    output = train_ranks(2, "run", "--compile", prepare=take_rank_1_its_compiler)
     assert output.count("g++: error: unrecognized") == 1 and "Traceback" not in output
     assert_curves_close(tmp_path / "run", one_run)

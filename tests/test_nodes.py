@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 from helpers import ROOT, assert_curves_close, load_curve, same_weights
@@ -32,7 +31,6 @@ def wait_for_ends(machines) -> str:
     return output
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks through /proc")
 def test_a_killed_rank_is_restarted_on_both_machines(train, tiny_args, tmp_path):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     wait_for_ends(start_machines(tiny_args, undisturbed))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, load_metrics, same_weights, train_quickstart
+from helpers import ROOT, load_metrics, same_weights
 
 import train_gpt2
 from tokens import shards
@@ -77,9 +77,9 @@ def write_newest_format(folder: Path) -> None:
         shards.write_shard(file.path.with_suffix([*shards.FORMATS][-1]), tokens)
 
 
-def train_and_die(flags: list, run: Path) -> int:
-    """Train in a forked process, which is killed within step 7 of 12; returns the signal that it died of. Of two saves
-    before, at steps 3 and 6, the later one may still be written."""
+def train_and_die(train, flags: list) -> int:
+    """Train "killed" in a forked process, which is killed within step 7 of 12; returns the signal that it died of. Of
+    two saves before, at steps 3 and 6, the later one may still be written."""
     child = os.fork()
     if child == 0:
         try:
@@ -91,7 +91,7 @@ def train_and_die(flags: list, run: Path) -> int:
                 return set_learning_rates(*args)
 
             train_gpt2.set_learning_rates = set_or_die
-            train_quickstart(flags, run)
+            train("killed", *flags)
         finally:
             os._exit(1)  # it must not return into pytest
     return os.WTERMSIG(os.waitpid(child, 0)[1])
@@ -109,17 +109,17 @@ def state_of(run: Path) -> list:
     return [saved[key] for key in ("step", "sequences", "parts")]
 
 
-def test_a_killed_run_ends_with_the_same_bits(tiny_args, tiny_data, tmp_path):
+def test_a_killed_run_ends_with_the_same_bits(train, tiny_data, tmp_path):
     """Losses, norms and all else that is measured, weights, and each part of the state."""
     # An optimizer imports it, which takes two seconds: once, instead of in the fork and here.
     importlib.import_module("torch._dynamo")
     write_newest_format(tiny_data)
-    flags, killed = [*tiny_args, *shlex.split(os.environ.get(FLAGS_OF_THE_PATCH, ""))], tmp_path / "killed"
-    assert train_and_die(flags, killed) == signal.SIGKILL
+    flags, killed = shlex.split(os.environ.get(FLAGS_OF_THE_PATCH, "")), tmp_path / "killed"
+    assert train_and_die(train, flags) == signal.SIGKILL
     assert 7 not in {row["step"] for row in load_metrics(killed)}
 
-    train_quickstart(flags, killed, "--resume auto")
-    whole = train_quickstart(flags, tmp_path / "whole")
+    train("killed", "--resume auto", *flags)
+    whole = train("whole", *flags)
 
     last = load_metrics(whole)[-1]["step"]
     assert measured(killed) == measured(whole)

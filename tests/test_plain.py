@@ -69,7 +69,6 @@ def test_the_engine_computes_what_the_plain_trainer_computes(tiny_data, tmp_path
     run_ranks(ranks, "train_gpt2_plain.py", *difference, *flags, "--out-dir", tmp_path / "plain")
 
     differences = largest_differences(tmp_path / "engine", tmp_path / "plain")
-    print(differences)
     assert is_rounding(differences), differences
 
 
@@ -112,7 +111,6 @@ def test_the_comparison_finds_a_planted_fault(right_config, tmp_path, fault):
     faulty["train"](replace(right_config, out_dir=str(tmp_path)))
 
     differences = largest_differences(Path(right_config.out_dir), tmp_path)
-    print(fault, differences)
     assert is_rounding(differences) == (fault == "none"), differences
 
 

@@ -74,9 +74,8 @@ def test_every_feature_works_on_two_ranks(train, train_ranks, tiny_args, tmp_pat
 def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
     """On its own data. And leaves nothing behind. 32 sequences do not divide evenly by 3 sequences a batch."""
     before = sorted(tmp_path.rglob("*"))
-    command = ["train_gpt2.py", "--resume", one_run, "--eval-only --micro-batch-size 3 --out-dir"]
-
-    output = run_ranks(2, *command, tmp_path / "other")
+    flags = "--eval-only --micro-batch-size 3 --out-dir"
+    output = run_ranks(2, "train_gpt2.py", "--resume", one_run, flags, tmp_path / "other")
 
     assert f"tokens of {one_run.parent}" in output
     assert f"{load_curve(one_run)[12][1]:.4f}" in output, output

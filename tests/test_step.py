@@ -102,13 +102,12 @@ def test_a_weight_that_is_not_a_number_is_not_saved(train, tmp_path, one_run, mo
 
 
 @pytest.fixture
-def train_in_float16(train, tmp_path, monkeypatch):
+def train_in_float16(train, monkeypatch):
     """train_in_float16("--max-steps 3") -> a run whose loss scale begins at 8, and tries to double after every four
     good steps instead of 2,000. As record8-124m on a GPU before Ampere it has AdamW and Muon, and weights that then
     stay in float32."""
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=4))
-    flags = "--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1"
-    return partial(train, "run", flags)
+    return partial(train, "run", "--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1")
 
 
 def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> None:
