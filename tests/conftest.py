@@ -12,13 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 # As the scripts set it: threads that wait do not spin, because the tests run side by side. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The tests are of the CPU, whatever the machine has besides; test_cuda.py alone gives the GPUs back.
-GPUS = {"CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]} if "CUDA_VISIBLE_DEVICES" in os.environ else {}
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import processes
@@ -46,7 +45,7 @@ def offline():
 @pytest.fixture(autouse=True)
 def time_limit(request):
     """A test that hangs fails."""
-    if threading.current_thread() is not threading.main_thread() or request.node.get_closest_marker("slow"):
+    if request.node.get_closest_marker("slow"):
         yield
         return
 
@@ -74,6 +73,13 @@ def tiny_args(tiny_data) -> list[str]:
     return [*TINY_FLAGS, "--data-dir", str(tiny_data)]
 
 
+@pytest.fixture
+def train(tiny_args, tmp_path):
+    """train("run", "--max-steps 3") -> tmp_path / "run", the folder of a run of tiny_args with these flags; see
+    helpers.train_quickstart."""
+    return lambda out, *flags, **how: train_quickstart(tiny_args, tmp_path / out, *flags, **how)
+
+
 @pytest.fixture(scope="session")
 def one_run(tmp_path_factory) -> Path:
     """The finished run of tiny_args, saved at steps 3, 6, 9 and 12: trained once, to be read but not changed."""
@@ -89,8 +95,8 @@ def trained_run(one_run, tmp_path) -> Path:
 
 
 @pytest.fixture
-def gpus() -> dict[str, str]:
-    """The environment variable that gives this process's children the GPUs back, if the machine's user had set it."""
+def gpus() -> str:
+    """The GPUs that this process's children may have: those that the machine's user had set, or the first."""
     return GPUS
 
 
@@ -99,13 +105,12 @@ def gpus() -> dict[str, str]:
 
 @pytest.fixture
 def run_script():
-    """run_script("infer.py", "--help", env={...}) -> CompletedProcess of a command as a user types it, in a new
-    interpreter. That takes seconds, so one test of each script does it."""
+    """run_script("infer.py", "--help") -> CompletedProcess of a command as a user types it, in a new interpreter. That
+    takes seconds, so one test of each script does it."""
 
-    def run(*args, env=None, cwd=None):
-        command = [sys.executable, *map(str, (ROOT / args[0], *args[1:]))]
-        env = {**os.environ, "OMP_NUM_THREADS": "2", **(env or {})}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=cwd)
+    def run(script, *args, cwd=None):
+        command = [sys.executable, ROOT / script, *args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
         assert done.returncode == 0, f"{args} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done
 
@@ -117,3 +122,10 @@ def run_ranks(tmp_path_factory):
     """run_ranks(2, "train_gpt2.py", ...) -> the output of all gloo ranks of one run; see processes.run_ranks. Their
     logs are outside of tmp_path, whose content tests compare."""
     return lambda *args, **how: processes.run_ranks(*args, log=tmp_path_factory.mktemp("output") / "log", **how)
+
+
+@pytest.fixture
+def train_ranks(run_ranks, tiny_args, tmp_path):
+    """train_ranks(2, "run", "--max-steps 3") -> the output of two ranks that train as the fixture `train` does."""
+    command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir"]
+    return lambda n, out, *flags, **how: run_ranks(n, *command, tmp_path / out, *flags, **how)

@@ -3,13 +3,15 @@
 Everything here is a plain function or a constant that test files import; the fixtures are in conftest.py, and scripts
 in processes of their own in processes.py. A test of training usually reads:
 
-    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "3")     # trains in this process
-    assert load_curve(run)[3][1] < 5.5                                          # the validation loss of step 3
+    run = train("run", "--max-steps 3")     # the fixture, which trains in this process
+    assert load_curve(run)[3][1] < 5.5      # the validation loss of step 3
 """
 
 import importlib
+import itertools
 import json
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import get_args, get_type_hints
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from networks import make_network
 
@@ -25,6 +28,7 @@ from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
 from system import process
 from system.distributed import Runtime
+from system.errors import UserError
 from tokens import shards
 from training.config import TrainConfig
 from weights import checkpoint
@@ -47,23 +51,61 @@ WORDS = "the a man woman dog runs sits on in grass water and then quickly slowly
 # ------------------------------------------------------------------------- training runs, and what they left
 
 
+def split_flags(words) -> list[str]:
+    """The words of a command line. Several flags may be one text, "--keep 3 --seed 1"; paths and prompts stay whole."""
+    found = []
+    for word in map(str, words):
+        found += word.split() if word.startswith("--") else [word]
+    return found
+
+
 def parse_config(*words) -> TrainConfig:
-    """The config that a command line of these words stands for. Words need not be strings yet."""
-    return parse([str(word) for word in words])[0]
+    """The config that a command line of these words stands for, as of split_flags."""
+    return parse(split_flags(words))[0]
 
 
-def train_quickstart(args, out, *more, rt=CPU, stop=None) -> Path:
+def train_quickstart(args, out, *more, stop=None) -> Path:
     """Train the preset quickstart with the flags `args` and `more` in this process, into the folder `out`; returns that
     folder. `stop` may hold a stop request, by which a test ends the run early."""
     torch.set_num_threads(1)  # the tests run side by side
-    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), rt, stop or StopRequest())
+    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), CPU, stop or StopRequest())
     return Path(out)
 
 
 def run_main(script, *words) -> int:
-    """The exit code of a script, whose main runs in this process."""
-    with mock.patch("sys.argv", [script, *map(str, words)]):
+    """The exit code of a script, whose main runs in this process. words: as of split_flags."""
+    with mock.patch("sys.argv", split_flags([script, *words])):
         return process.run(importlib.import_module(script.removesuffix(".py")).main)
+
+
+def refused(named):
+    """The context in which the user is told what to fix, by a message in which this pattern is found."""
+    return pytest.raises(UserError, match=named)
+
+
+def write_slowly(seconds):
+    """What checkpoint.write does, after a while."""
+    write = checkpoint.write
+
+    def wait_and_write(*args):
+        time.sleep(seconds)
+        write(*args)
+
+    return wait_and_write
+
+
+def err_in_update_5(change):
+    """What AdamW.step does, with an error of the hardware in its fifth call: one weight of the embedding becomes
+    change(weight)."""
+    step, calls = torch.optim.AdamW.step, itertools.count(1)
+
+    def step_with_an_error(optimizer):
+        step(optimizer)
+        if next(calls) == 5:
+            embedding = optimizer.param_groups[0]["params"][0].data
+            embedding[9, 9] = change(embedding[9, 9])
+
+    return step_with_an_error
 
 
 @contextmanager
@@ -83,12 +125,17 @@ def choices(config_class, field) -> tuple:
     return get_args(get_type_hints(config_class)[field])
 
 
+def read_jsonl(path) -> list[dict]:
+    """The lines of a file. It fails at one that is not JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def load_metrics(run) -> list[dict]:
-    """The lines of a run's metrics.jsonl. Unlike lifecycle.metrics it fails at a line that is not JSON."""
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl."""
+    return read_jsonl(Path(run) / "metrics.jsonl")
 
 
-def load_curve(run) -> dict[int, tuple[float | None, float | None, float | None]]:
+def load_curve(run) -> dict[int, tuple]:
     """{step: (train_loss, val_loss, grad_norm)} of a run, None for what was not measured at that step."""
     lines = load_metrics(run)
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines}), "a step appears twice"
@@ -105,10 +152,15 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def same_weights(a, b, step=12) -> bool:
+    """Whether two runs saved the same bits at a step."""
+    return same_bits(load_weights(a, step), load_weights(b, step))
+
+
 def assert_curves_close(a, b, rel=2e-4) -> None:
-    """Two curves, as of load_curve, have the same steps and measurements, and their values differ by rounding only."""
+    """Two runs have measured the same at the same steps, and the values differ by rounding only."""
     # (steps, 4): NaN, which equals NaN here, stands for what was not measured at a step.
-    a, b = (np.array([(step, *values) for step, values in curve.items()], float) for curve in (a, b))
+    a, b = (np.array([(step, *values) for step, values in load_curve(run).items()], float) for run in (a, b))
     np.testing.assert_allclose(a, b, rtol=rel)
 
 
@@ -150,12 +202,18 @@ def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
     return folder
 
 
+def write_model(folder: Path, model, step=1) -> Path:
+    """The file of a model in this folder."""
+    path = model_path(folder, step)
+    checkpoint.write(path, checkpoint.model_file(model, step))
+    return path
+
+
 def write_tiny_model(folder: Path, block_size: int, n_embd: int) -> Path:
     """A run folder with one tiny model of GPT-2's vocabulary. Its weights are random, and large enough that its choices
     are not close calls, which rounding could turn."""
-    model = make_network(block_size=block_size, n_layer=2, n_head=2, n_embd=n_embd)
     folder.mkdir()
-    checkpoint.write(folder / "model_00007.pt", checkpoint.model_file(model, 7))
+    write_model(folder, make_network(block_size=block_size, n_layer=2, n_head=2, n_embd=n_embd), 7)
     return folder
 
 

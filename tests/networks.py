@@ -4,7 +4,7 @@ The cache, the formulas, recompute, HellaSwag, the optimizers, exports: each com
 table. A field that is added to GPTConfig is in the table, and so in all of these tests, as soon as it is there.
 """
 
-import dataclasses
+from dataclasses import Field, fields, replace
 from typing import get_args
 
 import torch
@@ -17,7 +17,7 @@ SIZES = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 32}
 GPT2 = GPTConfig(vocab_size=50304)  # with rows that only pad the vocabulary, as the presets have them
 
 
-def other_values(field: dataclasses.Field) -> list:
+def other_values(field: Field) -> list:
     """The other choices of a setting or, if it has no named choices, one other value."""
     if field.type is bool:
         return [not field.default]
@@ -29,21 +29,21 @@ def other_values(field: dataclasses.Field) -> list:
 NETWORKS = {
     "gpt2": GPT2,
     "untied": PRESETS["untied-124m"].model,
-    "nanogpt": dataclasses.replace(GPT2, bias=False, activation="gelu_erf"),
+    "nanogpt": replace(GPT2, bias=False, activation="gelu_erf"),
     "record8": PRESETS["record8-124m"].model,
-    "record8 tied": dataclasses.replace(PRESETS["record8-124m"].model, tied_head=True),
+    "record8 tied": replace(PRESETS["record8-124m"].model, tied_head=True),
 }
-for _field in dataclasses.fields(GPTConfig):
+for _field in fields(GPTConfig):
     if _field.name not in {*SIZES, "vocab_size"}:
         for _value in other_values(_field):
-            NETWORKS[f"gpt2 {_field.name}={_value}"] = dataclasses.replace(GPT2, **{_field.name: _value})
+            NETWORKS[f"gpt2 {_field.name}={_value}"] = replace(GPT2, **{_field.name: _value})
 
 
 def make_network(config: GPTConfig = GPT2, **changes) -> GPT:
     """A tiny network of this kind, from a fixed seed. Its weights are all random, biases and gains included, and large
     enough that no part may be left out and no greedy choice is a close call."""
     torch.manual_seed(0)
-    model = GPT(dataclasses.replace(config, **(SIZES | changes))).eval()
+    model = GPT(replace(config, **(SIZES | changes))).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)

@@ -3,8 +3,8 @@ of 3.
 
     output = run_ranks(2, "train_gpt2.py", "quickstart", ..., log=path)
     script = start(sleep_forever, log=path)                         # a function; returns at once
-    script.send(signal.SIGINT)
-    assert script.wait().exit_code == 0, script.output
+    script.process.kill()
+    assert script.wait().exit_code == -9, script.output
 
 The process is a real one: it has its own streams, environment and exit code, and it dies of real signals. What the
 server has imported already is all that differs from a command that is typed.
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
@@ -33,7 +32,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, split_flags
 
 from system.process import run_cli
 
@@ -53,7 +52,7 @@ def forkserver_context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict[str, str], prepare: Callable) -> None:
+def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict, prepare: Callable | None) -> None:
     """In the new process: do what a shell does before a command, then what `prepare` does, which may plant a fault,
     then run the script's main."""
     for stream, path in ((1, log), (2, f"{log}.err")):
@@ -71,7 +70,8 @@ def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict[st
 
     # The script, as if its arguments had been typed, with the planted fault, if any.
     sys.argv = [str(script), *argv]
-    prepare()
+    if prepare:
+        prepare()
     run_cli(importlib.import_module(script.removesuffix(".py")).main if isinstance(script, str) else script)
 
 
@@ -93,14 +93,6 @@ class Script:
         """None while it runs; minus the number of the signal that killed it."""
         return self.process.exitcode
 
-    def send(self, number: int) -> bool:
-        """Send a signal; returns whether the process was still alive."""
-        with suppress(ProcessLookupError):  # it ended between the two lines
-            if self.process.is_alive():
-                os.kill(self.process.pid, number)
-                return True
-        return False
-
     def wait(self, seconds: float = 120) -> Script:
         """Wait until it has ended. Kills it and fails the test if that takes longer than `seconds`."""
         self.process.join(seconds)
@@ -111,14 +103,10 @@ class Script:
         return self
 
 
-def do_nothing() -> None:
-    """The `prepare` of a process in which no fault is planted."""
-
-
-def start(script, *argv, log: Path, env=None, prepare=do_nothing) -> Script:
-    """Start a script, a file or a function, and return at once. env: variables beside those of this process.
-    prepare: a function of a module, called in the new process before the script."""
-    args = (script, [str(word) for word in argv], str(log), {**os.environ, **(env or {})}, prepare)
+def start(script, *argv, log: Path, env=None, prepare=None) -> Script:
+    """Start a script, a file or a function, and return at once. argv: as of helpers.split_flags. env: variables beside
+    those of this process. prepare: a function of a module, called in the new process before the script."""
+    args = (script, split_flags(argv), str(log), {**os.environ, **(env or {})}, prepare)
     process = forkserver_context().Process(target=run_in_child, args=args)
     process.start()
     return Script(process, log)
@@ -127,11 +115,11 @@ def start(script, *argv, log: Path, env=None, prepare=do_nothing) -> Script:
 def start_ranks(n: int, script, *argv, log: Path, env=None, **how) -> list[Script]:
     """Start n ranks of one run, with the environment that torchrun gives them and a log file for each, which is named
     after `log`. `how` goes to `start`."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(n), **(env or {})}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{find_free_port()}", "WORLD_SIZE": f"{n}", **(env or {})}
     started = []
-    for rank in map(str, range(n)):
-        path = log.with_name(f"{log.name}.{rank}")
-        started.append(start(script, *argv, log=path, env={**common, "RANK": rank, "LOCAL_RANK": rank}, **how))
+    for rank in range(n):
+        own = {**env, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        started.append(start(script, *argv, log=log.with_name(f"{log.name}.{rank}"), env=own, **how))
     return started
 
 
@@ -150,7 +138,7 @@ def run_ranks(n: int, script, *argv, fails: bool = False, **how) -> str:
 
 def start_torchrun(*args, stdout=subprocess.PIPE, **env) -> subprocess.Popen:
     """Start torchrun with these arguments, and these variables beside those of this process."""
-    command = [sys.executable, "-m", "torch.distributed.run", *args]
+    command = [sys.executable, "-m", "torch.distributed.run", *split_flags(args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.STDOUT, text=True)
 

@@ -3,38 +3,35 @@
 Most tests write real files of a tiny model with `save`, damage or delete some of them, and ask what is left.
 """
 
-import dataclasses
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from helpers import limit_file_size, same_bits, train_quickstart, write_jsonl
+from helpers import limit_file_size, refused, same_bits, write_jsonl, write_model
 
 from lifecycle.metrics import best_step
 from model import GPT, GPTConfig
 from system.errors import UserError
-from weights import checkpoint, run_folder
+from weights import checkpoint
 from weights.open_model import open_and_describe, open_model
+from weights.run_folder import complete_steps, latest_step, optim_path
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24)  # the default, 12 heads, would fit, too
 
 # A network unlike GPT-2's: a checkpoint must also keep the fields that GPT-2 has no use for.
-MODERN = dataclasses.replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
+MODERN = replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
 
 
 def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWriter | None = None) -> None:
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
-    best = best_step(folder, run_folder.complete_steps(folder))
+    best = best_step(folder, complete_steps(folder))
     writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "parts": {"adamw": torch.ones(3)}}, best)
     writer.finish()
-
-
-def file_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # ------------------------------------------------------------------------- reading
@@ -65,30 +62,30 @@ def test_what_was_saved_comes_back(tmp_path, config):
     assert (tmp_path / "model_00007.pt").stat().st_size < model.num_params() * 4 + 20_000
 
 
-def test_only_a_complete_step_counts(tmp_path, tiny_args):
-    assert run_folder.latest_step(tmp_path) is None and run_folder.latest_step(tmp_path / "missing") is None
+def test_only_a_complete_step_counts(tmp_path, train):
+    assert latest_step(tmp_path) is None and latest_step(tmp_path / "missing") is None
     for step in (1, 2, 99_999, 100_000):  # by number: model_100000.pt sorts before model_99999.pt
         save(tmp_path, step)
-    assert run_folder.latest_step(tmp_path) == 100_000
+    assert latest_step(tmp_path) == 100_000
 
     # Killed between the two renames: only optim_*.pt is there. And the other way round, as pulled from the Hub.
     (tmp_path / "model_100000.pt").unlink()
     (tmp_path / "optim_99999.pt").unlink()
-    assert run_folder.latest_step(tmp_path) == 2
+    assert latest_step(tmp_path) == 2
     assert checkpoint.read_train_state(tmp_path)["step"] == 2
-    with pytest.raises(UserError, match=r"no optim_99999\.pt"):
+    with refused(r"no optim_99999\.pt"):
         checkpoint.read_train_state(tmp_path / "model_99999.pt")
 
     # Cut off.
     complete = (tmp_path / "model_00002.pt").read_bytes()
     (tmp_path / "model_00002.pt").write_bytes(complete[: len(complete) // 2])
-    assert run_folder.latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
+    assert latest_step(tmp_path) == 1 and open_and_describe(tmp_path)[1].endswith("step 1")
 
     # A run whose first save was killed between the renames begins anew.
     new = tmp_path / "new"
     new.mkdir()
-    run_folder.optim_path(new, 1).write_bytes(b"content")
-    train_quickstart(tiny_args, new, "--resume", "auto", "--max-steps", "1")
+    optim_path(new, 1).write_bytes(b"content")
+    train(new, "--resume auto --max-steps 1")
     assert checkpoint.read_train_state(new)["step"] == 1
 
 
@@ -106,24 +103,23 @@ def test_weights_must_fit_their_config(tmp_path, change, named):
     if not change:
         content["model"]["transformer.wpe.weight"][0, 0] = torch.nan
     checkpoint.write(tmp_path / "model_00001.pt", content | {"config": config})
-    with pytest.raises(UserError, match=rf"model_00001\.pt.*{named}"):
+    with refused(rf"model_00001\.pt.*{named}"):
         open_model(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path):
-    """With the command that imports it."""
+def test_pickled_code_is_refused_without_the_words_that_run_it(tmp_path):
+    """With the command that imports the weights beside it."""
     path = tmp_path / "model_00001.pt"
-    for content in (GPT(SMALL).state_dict(), {"out": tmp_path}):
-        torch.save(content, path)
-        with pytest.raises(UserError, match=f"hub.py import {path}") as error:
-            checkpoint.load(path)
-        assert "weights_only" not in str(error.value)  # torch's own words tell how to run pickled code
+    torch.save({"out": tmp_path}, path)
+    with refused(f"hub.py import {path}") as error:
+        checkpoint.load(path)
+    assert "weights_only" not in str(error.value)  # torch's own words
 
 
 def test_an_optimizer_file_of_another_layout_is_refused(tmp_path):
     torch.save({"format": 1, "step": 3, "optimizers": []}, tmp_path / "optim_00003.pt")
-    torch.save(checkpoint.model_file(GPT(SMALL), 3), tmp_path / "model_00003.pt")
-    with pytest.raises(UserError, match=r"optim_00003\.pt has the format 1 .*--init-from"):
+    write_model(tmp_path, GPT(SMALL), 3)
+    with refused(r"optim_00003\.pt has the format 1 .*--init-from"):
         checkpoint.read_train_state(tmp_path)
 
 
@@ -136,19 +132,19 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5, "val_loss": 3.0}, {"step": 6}, {"step": 7}])
     for step in range(1, 8):
         save(tmp_path, step, keep=2)
-    assert run_folder.complete_steps(tmp_path) == [2, 6, 7]
-    assert len(file_names(tmp_path)) == 2 * 3 + 1  # and the metrics
+    assert complete_steps(tmp_path) == [2, 6, 7]
+    assert len([*tmp_path.iterdir()]) == 2 * 3 + 1  # and the metrics
 
     # Steps after the one that is saved stay: the run was resumed from an earlier one.
     save(tmp_path, 4, keep=1)
-    assert run_folder.complete_steps(tmp_path) == [2, 4, 6, 7]
+    assert complete_steps(tmp_path) == [2, 4, 6, 7]
 
 
 def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
     for name in ("optim_best.pt", ".model_00003.pt.part"):
         (tmp_path / name).write_bytes(b"content")
     save(tmp_path, 4)
-    assert file_names(tmp_path) == ["model_00004.pt", "optim_00004.pt", "optim_best.pt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"model_00004.pt", "optim_00004.pt", "optim_best.pt"}
 
 
 @pytest.fixture
@@ -179,9 +175,9 @@ def test_a_power_cut_at_any_moment_leaves_a_checkpoint(tmp_path, disk_calls):
     ]
 
 
-def test_metrics_are_on_disk_before_their_checkpoint(tiny_args, tmp_path, disk_calls):
+def test_metrics_are_on_disk_before_their_checkpoint(train, disk_calls):
     """A resumed run writes the lines after its checkpoint again, but not those before."""
-    train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1")
+    train("run", "--max-steps 1")
     assert disk_calls.index("sync metrics.jsonl") < disk_calls.index("sync .optim_00001.pt.part")
 
 
@@ -189,16 +185,16 @@ def test_a_failed_write_loses_nothing(tmp_path):
     """Its cause is raised, not what torch makes of it. With the next save the same writer recovers."""
     save(tmp_path / "run", 1)
     writer = checkpoint.CheckpointWriter(tmp_path / "run")
-    with limit_file_size(10_000), pytest.raises(UserError, match=r"(?s)step 2 \(OSError: \[Errno 27\]"):
+    with limit_file_size(10_000), refused(r"(?s)step 2 \(OSError: \[Errno 27\]"):
         save(tmp_path / "run", 2, writer=writer)
     with limit_file_size(10_000), pytest.raises(OSError, match="Errno 27"):
         checkpoint.write(tmp_path / "large", {"weight": torch.zeros(10**5)})
-    assert run_folder.complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
+    assert complete_steps(tmp_path / "run") == [1] and not list((tmp_path / "run").glob(".*"))
 
     # Somebody has moved the folder away.
     (tmp_path / "run").rename(tmp_path / "moved")
     save(tmp_path / "run", 4, writer=writer)
-    assert run_folder.complete_steps(tmp_path / "run") == [4]
+    assert complete_steps(tmp_path / "run") == [4]
 
 
 @pytest.mark.parametrize("number, failures, error, writes", [
@@ -206,10 +202,10 @@ def test_a_failed_write_loses_nothing(tmp_path):
     (28, 9, OSError, 2),  # the run has failed, and is restarted
     (27, 9, UserError, 1),  # that can never succeed ends the run at once
 ])  # fmt: skip
-def test_a_save_that_fails_is_tried_again(tiny_args, tmp_path, monkeypatch, number, failures, error, writes):
+def test_a_save_that_fails_is_tried_again(train, tmp_path, monkeypatch, number, failures, error, writes):
     write = Mock(wraps=checkpoint.write, side_effect=[OSError(number, "planted")] * failures + [DEFAULT] * 2)
     monkeypatch.setattr(checkpoint, "write", write)
-    flags = ["--save-every", "1", "--max-steps", "100"] if number == 27 else ["--max-steps", "1"]
+    flags = "--save-every 1 --max-steps 100" if number == 27 else "--max-steps 1"
     with pytest.raises(error, match="planted") if error else nullcontext():
-        train_quickstart([*tiny_args, *flags], tmp_path / "run")
-    assert write.call_count == writes and run_folder.complete_steps(tmp_path / "run") == ([] if error else [1])
+        train("run", flags)
+    assert write.call_count == writes and complete_steps(tmp_path / "run") == ([] if error else [1])

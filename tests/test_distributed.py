@@ -9,10 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers import refused
 
 from system import distributed, printing
 from system.distributed import checksum
-from system.errors import TransientError, UserError
+from system.errors import TransientError
 
 
 def talk() -> None:
@@ -31,7 +32,7 @@ def talk() -> None:
         if rt.rank == 1:
             settings |= {"--val-every": "5", "--new": "6"}
         named = rf"differ: --val-every is 4 on rank 0 \({host}\), but 5 on rank 1 .*--new is None on .*fix it"
-        with pytest.raises(UserError, match=named):
+        with refused(named):
             rt.check_equal(settings, "fix it")
         with pytest.raises(TransientError):
             distributed.check_tensors_agree(rt, {"weights": [torch.tensor([rt.rank])]}, 5)
@@ -62,7 +63,7 @@ def test_two_ranks_talk(run_ranks):
 ])  # fmt: skip
 def test_tasks_without_torchrun_are_refused(variables, is_refused):
     """Of two that are paid for, each would train alone. Ranks of torchrun are meant to be several."""
-    refusal = pytest.raises(UserError, match="torchrun") if is_refused else nullcontext()
+    refusal = refused("torchrun") if is_refused else nullcontext()
     with patch.dict(os.environ, variables), refusal, distributed.session("cpu"):
         pass
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, load_curve, load_weights, parse_config, same_bits, train_quickstart
+from corpora import encode
+from helpers import CPU, load_curve, parse_config, same_weights, write_model
 from networks import make_network
 
 from lifecycle import evaluator
@@ -20,13 +21,12 @@ from training.loader import Loader
 from training.loss import Loss
 from training.presets import PRESETS
 from training.validation import validate
-from weights import checkpoint
 from weights.run_folder import complete_steps
 
 
-def test_evaluations_do_not_move_training(tiny_args, one_run, tmp_path):
-    often = train_quickstart(tiny_args, tmp_path / "often", "--val-every", "1")
-    assert same_bits(load_weights(often), load_weights(one_run))
+def test_evaluations_do_not_move_training(train, one_run):
+    often = train("often", "--val-every 1")
+    assert same_weights(often, one_run)
     assert all(val is not None for _, val, _ in load_curve(often).values())
 
 
@@ -51,8 +51,7 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data, monkeypat
 def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
     """Of the very targets that are validated, in sequences of 8. A character may be split across tokens, and
     <|endoftext|> has no bytes."""
-    texts = ["naïve café: 日本語", "plain words, and more of them than fit"]
-    tokens = [token for text in texts for token in (EOT, *encoding().encode_ordinary(text))]
+    tokens = encode(["naïve café: 日本語", "plain words, and more of them than fit"])
     shards.write_shard(tmp_path / "toy_val_000000.npy", np.array(tokens))
     data = Loader(tmp_path, "val", 8, 50257)
     cfg = replace(PRESETS["gpt2-124m"], val_tokens=1024)
@@ -66,9 +65,9 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
 
 def test_eval_only_reads_as_much_as_the_model_can(tiny_args, tmp_path, capsys):
     """Sequences of 24 tokens, of which no whole number makes a batch of 256."""
-    checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(make_network(vocab_size=256, block_size=24), 0))
-    flags = ["--init-from", tmp_path / "model_00000.pt", "--hellaswag-every", "0", "--val-tokens", "130"]
-    evaluator.evaluate_weights(parse_config("quickstart", *tiny_args, *flags), CPU)
+    weights = write_model(tmp_path, make_network(vocab_size=256, block_size=24))
+    cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every 0 --val-tokens 130 --init-from", weights)
+    evaluator.evaluate_weights(cfg, CPU)
     output = capsys.readouterr().out
     assert "context: 24" in output and "on 120 tokens of" in output
 
@@ -94,18 +93,17 @@ def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, capsys,
     assert said in capsys.readouterr().out and bool(found) == ("public runs" in said)
 
 
-def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_off_track_can_stop_there(train, monkeypatch, capsys):
     """After the step of the second loss in a row, which is in metrics.jsonl."""
-    flags = ["--stop-off-track", "--val-every", "2", "--max-steps", "12"]
     runs = SimpleNamespace(judge=lambda step, loss: (step not in (2, 6, 8), f"off by {loss:.3f}"))
     monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: runs)
-    run = train_quickstart(tiny_args, tmp_path / "run", *flags)
+    run = train("run", "--val-every 2 --stop-off-track")
     output = capsys.readouterr().out
     assert "stopped by --stop-off-track at step 9 of 12" in output
     assert sorted(load_curve(run)) == list(range(9)) and f"off by {load_curve(run)[8][1]:.3f}" in output
     assert complete_steps(run)[-1] == 9
 
-    train_quickstart(tiny_args, run, *flags[1:], "--resume", "auto")
+    train(run, "--val-every 2 --resume auto")
     assert complete_steps(run)[-1] == 12
 
 
@@ -117,10 +115,8 @@ def test_a_run_that_is_off_track_can_stop_there(tiny_args, tmp_path, monkeypatch
     ("Short.", "Short."),  # the document behind it is another text
 ])  # fmt: skip
 def test_samples_continue_the_users_own_text(tmp_path, document, prompt):
-    texts = [document, "another text " * 20]
-    tokens = [token for text in texts for token in (EOT, *encoding().encode_ordinary(text))]
-    shards.write_shard(tmp_path / "text_val_000000.npy", np.array([EOT], np.uint16))  # too short for a sequence
-    shards.write_shard(tmp_path / "text_val_000001.npy", np.array(tokens, np.uint16))
+    shards.write_shard(tmp_path / "text_val_000000.npy", np.array([EOT]))  # too short for a sequence
+    shards.write_shard(tmp_path / "text_val_000001.npy", np.array(encode([document, "another text " * 20])))
 
     found = evaluator.choose_prompt(PRESETS["finetune"], Loader(tmp_path, "val", 32, 50304))
 
@@ -133,9 +129,9 @@ def test_a_long_prompt_loses_its_beginning(tiny_args):
     assert encoding().decode(prompt) == " long" * 31 + " "
 
 
-def test_what_acts_in_training_only_does_not_act_in_an_evaluation(tiny_args, one_run, tmp_path, monkeypatch):
+def test_what_acts_in_training_only_does_not_act_in_an_evaluation(train, one_run, monkeypatch):
     forward = MLP.forward
     monkeypatch.setattr(MLP, "forward", lambda mlp, x: F.dropout(forward(mlp, x), 0.5, mlp.training))
-    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1")
+    run = train("run", "--max-steps 1")
     (loss_without, val_without, _), (loss, val, _) = load_curve(one_run)[0], load_curve(run)[0]
     assert val == val_without and loss != loss_without

@@ -40,11 +40,11 @@ TOY = """--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size
 --init-from scratch --sequence-length 32 --total-batch-size 256 --micro-batch-size 4 --max-steps 4 --warmup-steps 1
 --val-tokens 1024 --val-every 2 --hellaswag-every 0 --no-compile --dtype float32 --param-dtype float32"""
 
-RUNS = {f"preset {name}": [name, *TOY.split()] for name in PRESETS}
+RUNS = {f"preset {name}": [name, TOY] for name in PRESETS}
 for field in ("optimizer", "schedule"):
     for value in choices(TrainConfig, field):
         flags = f"--max-steps 5 --cooldown 0.5 --{field} {value}"
-        RUNS[f"{field} {value}"] = ["quickstart", *TINY_FLAGS, *flags.split()]
+        RUNS[f"{field} {value}"] = ["quickstart", *TINY_FLAGS, flags]
 
 
 def measure_run(name: str, folder: Path) -> dict[str, list[float]]:

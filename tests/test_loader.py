@@ -8,9 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, make_shards
+from helpers import CPU, refused
 
-from system.errors import UserError
 from tokens import shards
 from training import loader
 from training.loader import DataOrder, Loader, permutation, to_device
@@ -33,15 +32,10 @@ def open_loader(folder, **kwargs):
     (100_000_000, 3),
 ])  # fmt: skip
 def test_groups_of_shards_fill_the_pool(tiny_data, monkeypatch, pool_tokens, shards_per_group):
-    """The shards of a group are mixed, and groups are not. A run that resumes must find the same groups."""
+    """A run that resumes must find the same groups."""
     monkeypatch.setattr(loader, "SHUFFLE_POOL_TOKENS", pool_tokens)
-    data = open_loader(tiny_data)
-    visited = data.order.span(0, data.order.sequences_per_epoch)[:, 0]
-    changes_of_shard = (np.diff(visited) != 0).sum()
-    assert changes_of_shard == 2 if shards_per_group == 1 else changes_of_shard > 10
-    assert (len(set(visited[-40:])) == 1) == (shards_per_group < 3), "the last group is one shard"
     suffix = f"-{shards_per_group}" if shards_per_group > 1 else ""
-    assert data.fingerprint() == shards.fingerprint(tiny_data) + suffix
+    assert open_loader(tiny_data).fingerprint() == shards.fingerprint(tiny_data) + suffix
 
 
 ORDERS = [
@@ -71,11 +65,12 @@ def test_every_sequence_comes_once_an_epoch(order):
 def test_the_order_never_changes(tiny_data):
     """Runs that are resumed would see other data."""
     assert permutation(8, 1337, 0).tolist() == [0, 7, 5, 6, 3, 1, 2, 4]
-    # shard:sequence of two epochs, in groups of two shards: 0 and 2, 4 and 1, which is empty, 3
+    # shard:sequence of two epochs, the second one by one, in groups of two shards: 0 and 2, 4 and 1, which is empty, 3
     order = DataOrder([3, 0, 5, 2, 4], seed=7, shuffle=True, shards_per_group=2)
     expected = "0:0 2:4 0:1 2:2 2:0 0:2 2:3 2:1 4:1 4:3 4:0 4:2 3:0 3:1 "
     expected += "2:2 2:4 2:0 2:3 2:1 4:0 4:2 3:1 4:1 3:0 4:3 0:0 0:1 0:2"
-    assert [f"{shard}:{sequence}" for shard, sequence in order.span(0, 28)] == expected.split()
+    found = [*order.span(0, 14), *(order.span(i, 1)[0] for i in range(14, 28))]
+    assert [f"{shard}:{sequence}" for shard, sequence in found] == expected.split()
     assert open_loader(tiny_data).order.span(0, 4).tolist() == [[1, 49], [2, 31], [0, 57], [0, 63]]
 
 
@@ -119,19 +114,11 @@ def test_memory_holds_the_shards_of_one_group(tiny_data, monkeypatch):
 
 def test_id_above_vocabulary_is_named(tiny_data):
     data = open_loader(tiny_data, vocab_size=255)
-    with pytest.raises(UserError, match=r"tiny_train_00000\d.*id 255"):
+    with refused(r"tiny_train_00000\d.*id 255"):
         data.read(data.order.span(0, data.order.sequences_per_epoch))
-
-
-def test_a_shard_that_changes_is_not_trained_on(tmp_path):
-    """Any bit of it, where there is a manifest."""
-    data = open_loader(make_shards(tmp_path / "toy", size=1000), vocab_size=50257, shuffle=False)
-    shards.write_shard(data.files[1].path, np.arange(1000))
-    with pytest.raises(UserError, match=data.files[1].path.name):
-        data.read(np.array([[1, 0]]))
 
 
 def test_a_sequence_needs_one_token_more(tiny_data):
     assert open_loader(tiny_data, T=LARGEST_TINY_SHARD - 1).order.sequences_per_epoch == 1
-    with pytest.raises(UserError, match=f"{LARGEST_TINY_SHARD} . 1"):
+    with refused(f"{LARGEST_TINY_SHARD} . 1"):
         open_loader(tiny_data, T=LARGEST_TINY_SHARD)

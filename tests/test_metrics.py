@@ -19,7 +19,7 @@ SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16
 def make_logger(folder, start_step=0, tracker="none") -> MetricsLogger:
     """The logger of a run that starts or resumes at a step: gpt2-124m at $20 an hour, but with a small model."""
     folder.mkdir(exist_ok=True)
-    cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd", "20")
+    cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd 20")
     cfg = replace(cfg, tracker=tracker)  # not by its flag, which wants the tracker's package
     return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, None, start_step, 0, 7209))
 

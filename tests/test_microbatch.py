@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import CPU, assert_curves_close, load_curve
+from helpers import CPU, assert_curves_close, refused
 
 from system.errors import UserError
 from training import microbatch
@@ -64,7 +64,7 @@ def test_auto_halves_until_a_size_fits(card, gib, settings, tried):
     assert card.tried == tried
 
     card.limit = 0
-    with pytest.raises(UserError, match="--recompute"):
+    with refused("--recompute"):
         card.choose(**settings)
 
 
@@ -78,7 +78,7 @@ def test_the_ballast_covers_later_allocations(card):
 def test_a_size_that_was_asked_for_is_tried_before_training(card):
     """Without a ballast for what may come: the user knows."""
     assert card.choose(micro_batch_size=4) == 4 and card.ballasts == [1]
-    with pytest.raises(UserError, match=r"8 x 1024 .*--micro-batch-size"):
+    with refused(r"8 x 1024 .*--micro-batch-size"):
         card.choose(micro_batch_size=8)
 
 
@@ -98,7 +98,7 @@ def test_a_cpu_and_a_mac_take_a_size_that_surely_fits(card, preset, B):
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
-    with pytest.raises(UserError, match="--zero-stage 1"), microbatch.explain_out_of_memory(CPU):
+    with refused("--zero-stage 1"), microbatch.explain_out_of_memory(CPU):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")
     with pytest.raises(RuntimeError, match="assert"), microbatch.explain_out_of_memory(CPU):
         raise RuntimeError("device-side assert triggered")
@@ -132,9 +132,8 @@ def take_rank_1_its_compiler() -> None:
     torch.compile = partial(torch.compile, backend=backend)
 
 
-def test_a_compiler_that_fails_on_one_rank_is_left_out_on_all(tiny_args, tmp_path, one_run, run_ranks):
+def test_a_compiler_that_fails_on_one_rank_is_left_out_on_all(train_ranks, tmp_path, one_run):
     """With one line, before the first step."""
-    flags = [*tiny_args, "--compile", "--out-dir", tmp_path / "run"]
-    output = run_ranks(2, "train_gpt2.py", "quickstart", *flags, prepare=take_rank_1_its_compiler)
+    output = train_ranks(2, "run", "--compile", prepare=take_rank_1_its_compiler)
     assert output.count("g++: error: unrecognized") == 1 and "Traceback" not in output
-    assert_curves_close(load_curve(tmp_path / "run"), load_curve(one_run))
+    assert_curves_close(tmp_path / "run", one_run)

@@ -47,4 +47,3 @@ def test_muon_uses_bfloat16_where_it_is_fast(dtype, monkeypatch):
     """A T4 and older CPUs emulate it, more slowly than they multiply float32."""
     monkeypatch.setattr(machine, "supported_dtypes", lambda device: [dtype])
     assert muon.orthogonalize(torch.randn(1, 16, 64)).dtype == dtype
-    assert muon.newton_schulz_dtype(torch.device("cuda", 0)) == dtype

@@ -3,24 +3,23 @@
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, assert_curves_close, load_curve, load_weights, same_bits, train_quickstart
+from helpers import ROOT, assert_curves_close, load_curve, same_weights
 from processes import find_free_port, rank_pids, start_torchrun, wait_for
 
 from weights.run_folder import latest_step
 
 pytestmark = pytest.mark.slow
 LAST_STEP = 60
-RUN_FLAGS = ["--max-steps", str(LAST_STEP), "--save-every", "10", "--val-every", "40", "--resume", "auto"]
+RUN_FLAGS = f"--max-steps {LAST_STEP} --save-every 10 --val-every 40 --resume auto"
 
 
-def start_machines(*arguments) -> list[subprocess.Popen]:
+def start_machines(tiny_args, out) -> list[subprocess.Popen]:
     """The torchruns of two machines."""
-    flags = ["--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv-backend=c10d"]
-    flags += [f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--local-addr=127.0.0.1"]
-    command = [*flags, str(ROOT / "train_gpt2.py"), "quickstart", *map(str, arguments)]
+    flags = "--nnodes=2 --nproc_per_node=1 --max-restarts=2 --rdzv-backend=c10d --local-addr=127.0.0.1"
+    flags += f" --rdzv-endpoint=127.0.0.1:{find_free_port()}"
+    command = [flags, ROOT / "train_gpt2.py", "quickstart", *tiny_args, RUN_FLAGS, "--out-dir", out]
     # What docs/running.md has people export on each machine.
     return [start_torchrun(*command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for _ in range(2)]
 
@@ -32,17 +31,16 @@ def wait_for_ends(machines) -> str:
     return output
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks through /proc")
-def test_a_killed_rank_is_restarted_on_both_machines(tiny_args, tmp_path):
+def test_a_killed_rank_is_restarted_on_both_machines(train, tiny_args, tmp_path):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    wait_for_ends(start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", undisturbed))
-    one = train_quickstart([*tiny_args, *RUN_FLAGS], tmp_path / "one")
-    assert_curves_close(load_curve(undisturbed), load_curve(one))
+    wait_for_ends(start_machines(tiny_args, undisturbed))
+    one = train("one", RUN_FLAGS)
+    assert_curves_close(undisturbed, one)
 
-    machines = start_machines(*tiny_args, *RUN_FLAGS, "--out-dir", killed)
+    machines = start_machines(tiny_args, killed)
     wait_for(lambda: (latest_step(killed) or 0) >= 20)
     os.kill(rank_pids(machines[1].pid)[-1], signal.SIGKILL)
 
     assert "resumed from" in wait_for_ends(machines), "it was not restarted"
     assert load_curve(killed) == load_curve(undisturbed)
-    assert same_bits(load_weights(killed, LAST_STEP), load_weights(undisturbed, LAST_STEP))
+    assert same_weights(killed, undisturbed, LAST_STEP)

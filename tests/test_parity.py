@@ -4,11 +4,10 @@ import math
 from typing import get_args
 
 import pytest
-from helpers import make_shards
+from helpers import make_shards, refused
 
 from bench import parity
 from bench.programs import Reference, Size
-from system.errors import UserError
 
 # A reference in a page: this project's network, trained by a loop of its own, at GPT-2's size until it is edited.
 SOURCE = """
@@ -65,7 +64,7 @@ def test_the_same_agrees_and_planted_errors_do_not(tmp_path):
 
 
 def test_an_edit_that_finds_nothing_is_an_error():
-    with pytest.raises(UserError, match="50304"):
+    with refused("50304"):
         parity.edit(REFERENCE, "nothing.cuda()", steps=10)
 
 

@@ -1,76 +1,74 @@
-"""Ranks: how many there are does not show in the result, a run moves between their numbers, and one that fails or
-differs ends all of them."""
+"""Ranks: how many there are does not show in the result, a run moves between their numbers, and one that differs ends
+all of them. test_distributed.py and test_cli.py have one that fails."""
 
 import itertools
-import json
 import os
 import re
 import shutil
 import signal
 import sys
-import time
+from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     CPU,
     assert_curves_close,
     delete_checkpoints_after,
+    err_in_update_5,
     load_curve,
     load_metrics,
-    load_weights,
     make_hellaswag_rows,
     parse_config,
     same_bits,
-    train_quickstart,
+    same_weights,
     write_jsonl,
+    write_model,
+    write_slowly,
 )
 
 import train_gpt2
 from lifecycle import start
-from model import GPT
-from system import distributed, machine
+from model import GPT, Block
+from system import distributed
 from system.distributed import Runtime
-from tokens import shards
 from training import optim
 from training.build import build_trainer
-from weights import checkpoint, run_folder
+from weights import checkpoint
+from weights.run_folder import complete_steps, latest_step, model_path
 
 # ------------------------------------------------------------------------- the same result
 
 
-def test_a_run_moves_between_numbers_of_ranks(tiny_args, one_run, trained_run, run_ranks, monkeypatch):
+def test_a_run_moves_between_numbers_of_ranks(train_ranks, one_run, trained_run, monkeypatch):
     """From 1 rank to 2 and 4, ZeRO-1 on and off; a time limit ends the second part after a step."""
     monkeypatch.setenv("TRAIN_START_TIME", "0")
     delete_checkpoints_after(trained_run, 6)
-    command = ["train_gpt2.py", "quickstart", *tiny_args, "--micro-batch-size", "2", "--resume", "auto"]
-    command += ["--out-dir", trained_run]
-    run_ranks(2, *command, "--zero-stage", "1", "--time-limit", "1s")
-    assert run_folder.latest_step(trained_run) == 7
-    run_ranks(4, *command)
-    assert_curves_close(load_curve(trained_run), load_curve(one_run))
+    flags = "--micro-batch-size 2 --resume auto"
+    train_ranks(2, trained_run, flags, "--zero-stage 1 --time-limit 1s")
+    assert latest_step(trained_run) == 7
+    train_ranks(4, trained_run, flags)
+    assert_curves_close(trained_run, one_run)
 
 
-def test_every_feature_works_on_two_ranks(tiny_args, tmp_path, run_ranks):
+def test_every_feature_works_on_two_ranks(train, train_ranks, tiny_args, tmp_path):
     """What one rank did alone would hang. 65 sequences of validation and 7 rows of HellaSwag do not divide evenly. Muon
     and AdamW are sharded, and have bfloat16 weights, which round the gradients of each rank, too."""
-    size = ["--model.vocab-size", "50304", "--model.n-embd", "8"]
-    model = GPT(parse_config("quickstart", *tiny_args, *size).model)
-    checkpoint.write(tmp_path / "model_00000.pt", checkpoint.model_file(model, 0))
+    size = "--model.vocab-size 50304 --model.n-embd 8"
+    weights = write_model(tmp_path, GPT(parse_config("quickstart", *tiny_args, size).model))
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
-    flags = [*tiny_args, *size, "--init-from", tmp_path / "model_00000.pt", "--hellaswag-data", rows]
-    flags += "--val-tokens 2080 --hellaswag-every 2 --sample-every 2 --zero-stage 1 --overfit-single-batch".split()
-    flags += "--max-steps 2 --save-every 1 --keep 1 --param-dtype bfloat16 --optimizer muon".split()
+    flags = [size, "--init-from", weights, "--hellaswag-data", rows]
+    flags += ["--val-tokens 2080 --hellaswag-every 2 --sample-every 2 --zero-stage 1 --overfit-single-batch"]
+    flags += ["--max-steps 2 --save-every 1 --keep 1 --param-dtype bfloat16 --optimizer muon"]
 
-    one = train_quickstart(flags, tmp_path / "one")
-    command = ["train_gpt2.py", "quickstart", *flags, "--out-dir", tmp_path / "two"]
-    output = run_ranks(2, *command)
+    one, two = train("one", *flags), tmp_path / "two"
+    output = train_ranks(2, two, *flags)
 
-    assert_curves_close(load_curve(tmp_path / "two"), load_curve(one), 3e-2)
-    one_row, two_row = (load_metrics(tmp_path / run)[2] for run in ("one", "two"))
+    assert_curves_close(two, one, 3e-2)
+    one_row, two_row = (load_metrics(run)[2] for run in (one, two))
     assert one_row["hellaswag_acc"] == two_row["hellaswag_acc"]
     assert output.count(", sample 3 of ") == 1
 
@@ -78,9 +76,8 @@ def test_every_feature_works_on_two_ranks(tiny_args, tmp_path, run_ranks):
 def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
     """On its own data. And leaves nothing behind. 32 sequences do not divide evenly by 3 sequences a batch."""
     before = sorted(tmp_path.rglob("*"))
-    command = ["train_gpt2.py", "--resume", one_run, "--eval-only"]
-
-    output = run_ranks(2, *command, "--micro-batch-size", "3", "--out-dir", tmp_path / "other")
+    flags = "--eval-only --micro-batch-size 3 --out-dir"
+    output = run_ranks(2, "train_gpt2.py", "--resume", one_run, flags, tmp_path / "other")
 
     assert f"tokens of {one_run.parent}" in output
     assert f"{load_curve(one_run)[12][1]:.4f}" in output, output
@@ -94,7 +91,7 @@ def signal_rank_1_in(module, name) -> None:
     """A `prepare` for ranks of which the second gets a SIGTERM when it first calls this function. They write slowly,
     and print, when their training ends, which checkpoint there is."""
     function, calls = getattr(sys.modules[module], name), itertools.count()
-    write, train = checkpoint.write, train_gpt2.train
+    train = train_gpt2.train
 
     def signalled(*args):
         if os.environ["RANK"] == "1" and next(calls) == 0:
@@ -103,31 +100,31 @@ def signal_rank_1_in(module, name) -> None:
 
     def train_and_print(cfg, *args):
         ending = train(cfg, *args)
-        print("newest checkpoint:", run_folder.latest_step(cfg.run_dir))
+        print("newest checkpoint:", latest_step(cfg.run_dir))
         return ending
 
     setattr(sys.modules[module], name, signalled)
-    checkpoint.write = lambda *args: (time.sleep(0.2), write(*args))
+    checkpoint.write = write_slowly(0.2)
     train_gpt2.train = train_and_print
 
 
-def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(tiny_args, tmp_path, run_ranks):
+def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(train_ranks, tmp_path):
     """With exit code 0, after the step in progress. Muon, which has AdamW beside it, with float32 copies of bfloat16
     weights, and all of it sharded."""
     flags = "--optimizer muon --param-dtype bfloat16 --zero-stage 1 --model.no-tied-head --max-steps 4 --val-every 2"
-    command = [2, "train_gpt2.py", "quickstart", *tiny_args, *flags.split(), "--resume", "auto", "--out-dir"]
+    flags += " --resume auto"
     whole, run = tmp_path / "whole", tmp_path / "run"
-    run_ranks(*command, whole)
+    train_ranks(2, whole, flags)
 
     for step, place in (1, ["lifecycle.start", "open_data"]), (2, ["training.step", "to_device"]):
-        output = run_ranks(*command, run, prepare=partial(signal_rank_1_in, *place))
+        output = train_ranks(2, run, flags, prepare=partial(signal_rank_1_in, *place))
         assert "another rank" in output
         # No rank ends before the last checkpoint, because torchrun ends all of them soon after the first.
         assert output.count(f"newest checkpoint: {step}") == 2
-    run_ranks(*command, run)
+    train_ranks(2, run, flags)
 
     assert load_curve(run) == load_curve(whole)
-    assert same_bits(load_weights(run, 4), load_weights(whole, 4))
+    assert same_weights(run, whole, 4)
 
 
 def check_shares() -> None:
@@ -147,52 +144,35 @@ def check_shares() -> None:
 
 
 def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
-    run_ranks(2, check_shares, *tiny_args, "--optimizer", "muon", "--zero-stage", "1")
-
-
-# ------------------------------------------------------------------------- a rank that fails
-
-
-def test_an_error_on_one_rank_ends_the_other(tiny_args, tiny_data, tmp_path, run_ranks):
-    """With a status, by which nothing restarts them."""
-    # A token that is not in the vocabulary, in sequence 6, which the second rank reads.
-    tokens = np.arange(3001, dtype=np.uint16) % 256
-    tokens[200] = 300
-    shards.write_shard(tiny_data / "tiny_train_000001.npy", tokens)
-    status = tmp_path / "status.json"
-
-    flags = ["quickstart", *tiny_args, "--no-shuffle", "--val-every", "0", "--out-dir", tmp_path / "out"]
-    output = run_ranks(2, "train_gpt2.py", *flags, fails=True, env={"TRAIN_STATUS_FILE": str(status)})
-
-    assert "error: " in output and "tiny_train_000001.npy: token 200 is id 300" in output
-    assert json.loads(status.read_text())["status"] == "user_error"
+    run_ranks(2, check_shares, *tiny_args, "--optimizer muon --zero-stage 1")
 
 
 # ------------------------------------------------------------------------- ranks that differ
 
 
-def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, tmp_path, monkeypatch):
+def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, trained_run, tmp_path, monkeypatch):
     """Two machines may have another checkpoint, network, shards or HellaSwag rows. Other cards round
     otherwise."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
     other = shutil.copytree(tiny_data, tmp_path / "other")
     (other / "tiny_train_000001.npy").unlink()
-    check_equal = Mock()
+    check_equal = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(Runtime, "check_equal", check_equal)
 
     def describe(*words, step=3):
-        cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every", "4", *words)
-        start.check_ranks_agree(cfg, CPU, {"step": step}, start.open_data(cfg)[0])
+        cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every 4 --out-dir new", *words)
+        with pytest.raises(InterruptedError):
+            start.open_run(replace(cfg, resume=model_path(trained_run, step)), CPU)
         return set(check_equal.call_args.args[0].items())
 
     facts = describe()
     assert facts == describe("--data-dir", shutil.copytree(tiny_data, tmp_path / "copy"))
     for found, name in (
         (describe(step=6), "the step to resume from"),
-        (describe("--model.n-head", "4"), "the network"),
+        (describe("--model.n-head 4"), "the network"),
         (describe("--data-dir", other), "the data"),
         (describe("--hellaswag-data", rows), "the HellaSwag file"),
-        (describe("--zero-stage", "1"), "the card"),
+        (describe("--zero-stage 1"), "the card"),
     ):
         assert [fact for fact, _ in facts - found] == [name]
 
@@ -211,23 +191,11 @@ def change_the_seed_of_rank_1() -> None:
         sys.argv += ["--seed", "7"]
 
 
-def change_the_data_of_rank_1() -> None:
-    """A `prepare` for ranks of which the second finds other shards, and has another card, which rounds otherwise."""
-    machine.device_name = lambda device: f"card {os.environ['RANK']}"
-    if os.environ["RANK"] == "1":
-        start.Loader.fingerprint = lambda data: "another"
-
-
-@pytest.mark.parametrize("prepare, named", [
-    (change_the_seed_of_rank_1, r"--seed is 1337 on rank 0"),
-    (change_the_data_of_rank_1, r"but another on rank 1.*card 0 .*card 1 .*--zero-stage 1"),
-])  # fmt: skip
-def test_a_run_compares_its_ranks_before_it_trains(tiny_args, tmp_path, run_ranks, prepare, named):
+def test_a_run_compares_its_ranks_before_it_trains(train_ranks, tmp_path):
     """Averaged over two seeds, the run would end with success: nothing else notices."""
-    flags = ["quickstart", *tiny_args, "--out-dir", tmp_path / "run"]
-    output = run_ranks(2, "train_gpt2.py", *flags, prepare=prepare, fails=True)
+    output = train_ranks(2, "run", prepare=change_the_seed_of_rank_1, fails=True)
 
-    assert re.search(named, output), output
+    assert "--seed is 1337 on rank 0" in output
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
@@ -238,54 +206,52 @@ def change_weights_of_rank_1() -> None:
         return
     manual_seed = torch.manual_seed
     torch.manual_seed = lambda seed: manual_seed(seed + 1)
-    step, calls = torch.optim.AdamW.step, itertools.count(1)
-
-    def step_with_an_error(optimizer):
-        step(optimizer)
-        if next(calls) == 5:
-            weight = optimizer.param_groups[0]["params"][0].data  # the embedding
-            weight[9, 9] = torch.nextafter(weight[9, 9], torch.tensor(1.0))
-
-    torch.optim.AdamW.step = step_with_an_error
+    torch.optim.AdamW.step = err_in_update_5(lambda weight: torch.nextafter(weight, torch.tensor(1.0)))
 
 
-def test_ranks_that_drift_apart_end_the_run(tiny_args, tmp_path, one_run, run_ranks):
+def test_ranks_that_drift_apart_end_the_run(train_ranks, tmp_path, one_run):
     """All begin with the weights of the first."""
-    run, status = tmp_path / "run", tmp_path / "status.json"
-    command = [2, "train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run, "--resume", "auto"]
-
-    env = {"TRAIN_STATUS_FILE": str(status)}
-    output = run_ranks(*command, prepare=change_weights_of_rank_1, fails=True, env=env)
+    run = tmp_path / "run"
+    output = train_ranks(2, run, prepare=change_weights_of_rank_1, fails=True)
 
     # The ranks agreed at step 3, and not at the next evaluation or save.
     assert re.search(r"weights.* 1 \(", output), output
-    assert json.loads(status.read_text())["status"] == "system_error"  # train.sh restarts it
-    assert run_folder.complete_steps(run) == [3]
+    assert complete_steps(run) == [3]
 
     # The same command continues from there.
-    run_ranks(*command)
-    assert_curves_close(load_curve(run), load_curve(one_run))
+    train_ranks(2, run, "--resume auto")
+    assert_curves_close(run, one_run)
 
 
-def freeze_the_first_block() -> None:
-    """A `prepare` for ranks that do not train a block, as people fine-tune."""
-    init = GPT.__init__
+def change_the_network() -> None:
+    """A `prepare` for ranks of a fork: the first block is frozen, and each block has dropout and a running mean."""
+    init, forward = Block.__init__, Block.forward
 
-    def init_and_freeze(model, config):
-        init(model, config)
-        model.transformer.h[0].requires_grad_(False)
+    def init_with_buffer(block, config, layer):
+        init(block, config, layer)
+        block.requires_grad_(layer > 0)
+        block.register_buffer("running_mean", torch.zeros(config.n_embd))
 
-    GPT.__init__ = init_and_freeze
+    def forward_with_dropout(block, x, *args):
+        x = F.dropout(forward(block, x, *args), 0.1, block.training)
+        if block.training:
+            block.running_mean.lerp_(x.detach().mean((0, 1)), 0.5)
+        return x + 0.1 * block.running_mean
+
+    Block.__init__, Block.forward = init_with_buffer, forward_with_dropout
 
 
-def test_a_frozen_block_stays_as_it_is(tiny_args, tmp_path, run_ranks):
+def test_a_fork_with_frozen_parameters_dropout_and_buffers_resumes_to_the_same_bits(train_ranks, tiny_args, tmp_path):
     cfg = parse_config("quickstart", *tiny_args)
     torch.manual_seed(cfg.seed)
     before = GPT(cfg.model).state_dict()
+    train_ranks(2, "run", "--max-steps 6", prepare=change_the_network)
+    last = model_path(tmp_path / "run", 6)
+    expected = checkpoint.read_file(last)["model"]
+    unchanged = {name for name in before if torch.equal(before[name], expected[name])}
+    assert unchanged == {name for name in before if name.startswith("transformer.h.0.")}
 
-    run = ["--out-dir", tmp_path / "run", "--max-steps", 3]
-    run_ranks(2, "train_gpt2.py", "quickstart", *tiny_args, *run, prepare=freeze_the_first_block)
-
-    after = load_weights(tmp_path / "run", 3)
-    same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same == {name for name in before if name.startswith("transformer.h.0.")}
+    delete_checkpoints_after(tmp_path / "run", 3)
+    train_ranks(2, "run", "--max-steps 6 --resume auto", prepare=change_the_network)
+    assert same_bits(checkpoint.read_file(last)["model"], expected)
+    assert expected["transformer.h.1.running_mean"].any()

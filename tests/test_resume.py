@@ -2,8 +2,7 @@
 with other settings, other data or other weights."""
 
 import itertools
-import time
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from corpora import read_bytes
@@ -13,16 +12,18 @@ from helpers import (
     load_curve,
     load_weights,
     parse_config,
+    refused,
     run_main,
     same_bits,
-    train_quickstart,
+    same_weights,
+    write_model,
+    write_slowly,
 )
 
 import train_gpt2
 from lifecycle import evaluator, start
 from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
-from system.errors import UserError
 from system.files import lock_folder
 from training import step, validation
 from training.loader import Loader
@@ -58,95 +59,95 @@ def send_signal_at(patch, stop, owner, name, call) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon --param-dtype bfloat16"])
-def test_an_interrupted_run_ends_with_the_same_bits(tiny_args, tmp_path, monkeypatch, flags):
-    flags = [*tiny_args, *flags.split()]
-    undisturbed, resumed = train_quickstart(flags, tmp_path / "undisturbed"), tmp_path / "resumed"
+def test_an_interrupted_run_ends_with_the_same_bits(train, tmp_path, monkeypatch, flags):
+    undisturbed, resumed = train("undisturbed", flags), tmp_path / "resumed"
 
     for *place, saved_step in INTERRUPTIONS:
         stop = StopRequest()
         with monkeypatch.context() as patch:
             send_signal_at(patch, stop, *place)
-            train_quickstart(flags, resumed, "--resume", "auto", stop=stop)
+            train(resumed, flags, "--resume auto", stop=stop)
         assert stop.is_requested() and latest_step(resumed) == saved_step, place
-    train_quickstart(flags, resumed, "--resume", "auto")
+    train(resumed, flags, "--resume auto")
 
     assert load_curve(resumed) == load_curve(undisturbed)
-    assert same_bits(load_weights(resumed), load_weights(undisturbed))
+    assert same_weights(resumed, undisturbed)
 
 
-def test_a_resumed_step_is_evaluated_again(tiny_args, tmp_path, one_run, monkeypatch):
+def test_a_resumed_step_is_evaluated_again(train, tmp_path, one_run, monkeypatch):
     """A step is saved before its evaluations, which may never end; a crash waits for the write."""
-    flags, run = [*tiny_args, "--save-every", "4"], tmp_path / "run"
-    write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.05), write(*args)))
+    run = tmp_path / "run"
+    monkeypatch.setattr(checkpoint, "write", write_slowly(0.05))
     validate = Mock(side_effect=[{"val_loss": 5.5}, {"val_loss": 5.5}, KeyboardInterrupt])  # of steps 0, 4 and 8
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(evaluator, "validate", validate)
-        train_quickstart(flags, run)
+        train(run, "--save-every 4")
     assert latest_step(run) == 8 and list(load_curve(run)) == list(range(8))
 
-    train_quickstart(flags, run, "--resume", "auto")
+    train(run, "--save-every 4 --resume auto")
     assert [load_curve(run)[step] for step in (8, 12)] == [load_curve(one_run)[step] for step in (8, 12)]
-    assert same_bits(load_weights(run), load_weights(one_run))
+    assert same_weights(run, one_run)
 
 
-def test_a_trapezoid_is_extended_as_if_planned_so(tiny_args, tmp_path):
+def test_a_trapezoid_is_extended_as_if_planned_so(train):
     """With the scores of step 6, which is evaluated only because it was the last."""
-    flags = [*tiny_args, *"--schedule trapezoid --cooldown 0.25 --val-every 5".split()]
-    planned = train_quickstart(flags, tmp_path / "planned", "--max-steps", "10")
-    run = train_quickstart([*flags, "--cooldown", "0"], tmp_path / "run", "--max-steps", "6")
+    flags = "--schedule trapezoid --cooldown 0.25 --val-every 5"
+    planned = train("planned", flags, "--max-steps 10")
+    run = train("run", flags, "--max-steps 6 --cooldown 0")
     scored = load_curve(run)[6]
 
-    train_quickstart(flags, run, "--max-steps", "10", "--resume", "auto", "--allow-drift")
+    train(run, flags, "--max-steps 10 --resume auto --allow-drift")
 
     assert load_curve(run)[6][1] == scored[1] is not None
     assert load_curve(run)[10] == load_curve(planned)[10]
-    assert same_bits(load_weights(run, 10), load_weights(planned, 10))
+    assert same_weights(run, planned, 10)
 
 
 # ------------------------------------------------------------------------- a run is never overwritten
 
 
 @pytest.fixture
-def refuses(tiny_args, trained_run):
-    """refuses("--resume", "none", names="...") -> trained_run's command with these flags fails with that message, and
+def refuses(train, trained_run):
+    """refuses("--resume none", names="...") -> trained_run's command with these flags fails with that message, and
     nothing in the folder has changed."""
 
     def check(*flags, names: str) -> None:
         before = read_bytes(trained_run)
-        with pytest.raises(UserError, match=names):
-            train_quickstart(tiny_args, trained_run, *flags)
+        with refused(names):
+            train(trained_run, *flags)
         assert read_bytes(trained_run) == before
 
     return check
 
 
-def test_a_run_is_never_overwritten(tiny_args, tmp_path, trained_run, refuses):
+def test_a_run_is_never_overwritten(train, trained_run, refuses):
     """Not by a new run, nor by one that resumes from an earlier step or from another run."""
     before = read_bytes(trained_run)
-    fork = train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00006.pt")
+    fork = train("fork", "--resume", trained_run / "model_00006.pt")
     for resume in ("none", trained_run / "model_00006.pt", fork / "model_00012.pt"):
-        refuses("--resume", resume, "--max-steps", "14", names="--resume auto.*--out-dir")
+        refuses("--resume", resume, "--max-steps 14", names="--resume auto.*--out-dir")
 
-    # A complete run has nothing to resume. Another folder may continue an earlier step, or the last one.
-    train_quickstart(tiny_args, trained_run, "--resume", "auto")
+    # A complete run has nothing to resume, and no end to change. Another folder may continue an earlier step, or the
+    # last one.
+    for steps in (12, 11):
+        train(trained_run, "--resume auto --max-steps", steps)
     assert read_bytes(trained_run) == before
-    copy = train_quickstart(tiny_args, tmp_path / "copy", "--resume", fork / "model_00012.pt")
+    copy = train("copy", "--resume", fork / "model_00012.pt")
     for run in (fork, copy):
-        assert same_bits(load_weights(run), load_weights(trained_run))
+        assert same_weights(run, trained_run)
 
 
 def test_a_second_process_of_a_run_is_refused(tiny_args, trained_run, capsys):
-    flags = [*tiny_args, "--out-dir", trained_run, "--resume", "auto", "--max-steps", "13"]
+    flags = [*tiny_args, "--resume auto --max-steps 13 --out-dir", trained_run]
     with lock_folder(trained_run):
         assert run_main("train_gpt2.py", "quickstart", *flags) == 1
     assert str(trained_run) in capsys.readouterr().err and latest_step(trained_run) == 12
 
 
-def test_a_newer_step_without_its_optimizer_is_trained_again(tiny_args, trained_run):
+def test_a_newer_step_without_its_optimizer_is_trained_again(train, trained_run):
     weights = load_weights(trained_run)
     (trained_run / "optim_00012.pt").unlink()
-    train_quickstart(tiny_args, trained_run, "--resume", "auto")
+    train(trained_run, "--resume auto")
     assert same_bits(load_weights(trained_run), weights)
 
 
@@ -163,12 +164,12 @@ def test_weights_without_a_complete_step_are_never_overwritten(trained_run, refu
         refuses("--resume", resume, names=r"model_00012.pt.*--init-from")
 
 
-def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
+def test_metrics_without_a_checkpoint_are_kept(train, trained_run):
     """A run killed before its first save, or whose checkpoints were deleted: the same command starts it again."""
     curve = (trained_run / "metrics.jsonl").read_text()
     delete_checkpoints_after(trained_run, -1)
 
-    train_quickstart(tiny_args, trained_run, "--resume", "auto")
+    train(trained_run, "--resume auto")
 
     (kept,) = trained_run.glob("metrics_old_*.jsonl")
     assert kept.read_text() == curve
@@ -177,38 +178,34 @@ def test_metrics_without_a_checkpoint_are_kept(tiny_args, trained_run):
 # ------------------------------------------------------------------------- what has changed (and test_bad_input.py)
 
 
-def test_a_complete_run_has_no_end_to_change(tiny_args, trained_run):
-    train_quickstart(tiny_args, trained_run, "--resume", "auto", "--max-steps", "11")
-    assert latest_step(trained_run) == 12
-
-
-def test_another_batch_goes_on_after_what_was_read(tiny_args, trained_run, tmp_path, monkeypatch):
+def test_another_batch_goes_on_after_what_was_read(train, trained_run):
     """Not after its own number of steps: here 6 steps have read 8 sequences each, and the later ones read 16."""
-    spans, step_sequences = [], Loader.step_sequences
-    monkeypatch.setattr(
-        Loader,
-        "step_sequences",
-        lambda self, start, end, *args: (spans.append((start, end)), step_sequences(self, start, end, *args))[1],
-    )
-    flags = [*tiny_args, "--total-batch-size", "512", "--allow-drift"]
-    run = train_quickstart(flags, tmp_path / "b", "--resume", trained_run / "model_00006.pt")
-    assert spans[:2] == [(48, 64), (64, 80)] and checkpoint.read_train_state(run)["sequences"] == 6 * 8 + 6 * 16
+    flags = "--total-batch-size 512 --allow-drift"
+    with patch.object(Loader, "step_sequences", autospec=True, side_effect=Loader.step_sequences) as read:
+        run = train("b", flags, "--resume", trained_run / "model_00006.pt")
+        assert [call.args[1:3] for call in read.call_args_list[:2]] == [(48, 64), (64, 80)]
+        assert checkpoint.read_train_state(run)["sequences"] == 6 * 8 + 6 * 16
 
-    spans.clear()
-    train_quickstart(flags, run, "--max-steps", "14", "--resume", "auto")
-    assert spans[0] == (144, 160)
+        read.reset_mock()
+        train(run, flags, "--max-steps 14 --resume auto")
+    assert read.call_args_list[0].args[1:3] == (144, 160)
 
 
 def test_other_data_are_refused(tiny_data, refuses):
     (tiny_data / "tiny_train_000003.npy").unlink()
-    refuses("--resume", "auto", "--max-steps", "14", names=f"data: .*{tiny_data}")
+    refuses("--resume auto --max-steps 14", names=f"data: .*{tiny_data}")
 
 
-def test_what_changes_is_accepted_and_printed(tiny_args, trained_run, tmp_path, monkeypatch, capsys):
+def test_weights_of_another_run_are_refused(trained_run, refuses):
+    write_model(trained_run, GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=32, vocab_size=320)), 12)
+    refuses("--resume auto --max-steps 14", names="different networks")
+
+
+def test_what_changes_is_accepted_and_printed(train, trained_run, monkeypatch, capsys):
     """A setting that shapes the result, with --allow-drift, one that shapes nothing, and the software."""
     monkeypatch.setattr(start.machine, "versions", lambda: {"torch": "9.9"})
-    flags = "--max-steps 13 --val-every 5 --seed 1 --allow-drift".split()
-    train_quickstart(tiny_args, tmp_path / "fork", "--resume", trained_run / "model_00012.pt", *flags)
+    flags = "--max-steps 13 --val-every 5 --seed 1 --allow-drift --resume"
+    train("fork", flags, trained_run / "model_00012.pt")
     output = capsys.readouterr().out
     assert "seed: 1337 -> 1" in output and "--val-every 4 -> 5" in output and "-> 9.9" in output
 
@@ -216,10 +213,9 @@ def test_what_changes_is_accepted_and_printed(tiny_args, trained_run, tmp_path, 
 # ------------------------------------------------------------------------- from other weights
 
 
-def test_a_run_keeps_the_weights_that_it_began_from(tiny_args, trained_run, capsys):
+def test_a_run_keeps_the_weights_that_it_began_from(train, trained_run, capsys):
     """A run from random weights, and other weights that exist."""
-    flags = ["--resume", "auto", "--max-steps", "13", "--init-from", trained_run / "model_00003.pt"]
-    train_quickstart(tiny_args, trained_run, *flags)
+    train(trained_run, "--resume auto --max-steps 13 --init-from", trained_run / "model_00003.pt")
     assert "resumed from" in capsys.readouterr().out
     assert checkpoint.read_train_state(trained_run)["config"]["init_from"] == "scratch"
 
@@ -227,14 +223,14 @@ def test_a_run_keeps_the_weights_that_it_began_from(tiny_args, trained_run, caps
 def write_weights(folder, **network) -> GPTConfig:
     """Weights of step 7 in a folder, and what their network is."""
     config = GPTConfig(block_size=32, vocab_size=320, n_head=2, n_embd=32, **network)
-    checkpoint.write(folder / "model_00007.pt", checkpoint.model_file(GPT(config), 7))
+    write_model(folder, GPT(config), 7)
     return config
 
 
-def test_weights_bring_their_vocabulary(tiny_args, tmp_path):
+def test_weights_bring_their_vocabulary(train, tmp_path):
     """As OpenAI's, of 50,257 tokens, into presets of 50,304. All else is as the --model flags have it."""
     network = write_weights(tmp_path, n_layer=2)
-    run = train_quickstart(tiny_args, tmp_path / "run", "--init-from", tmp_path, "--max-steps", "1")
+    run = train("run", "--init-from", tmp_path, "--max-steps 1")
     assert open_model(run).config == network
 
 
@@ -243,14 +239,14 @@ def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
     run remembers where they came from: else it would be judged by the public runs of its preset."""
     network = write_weights(tmp_path, n_layer=3, positions="rope", norm="rmsnorm")
     run, begin = tmp_path / "run", ["finetune", "--init-from", tmp_path, "--data-dir", tiny_data]
-    more = "--sequence-length 32 --total-batch-size 256 --sample-every 0 --no-compile --out-dir".split()
+    more = "--sequence-length 32 --total-batch-size 256 --sample-every 0 --no-compile --out-dir"
 
     for words in (
-        [*begin, "--max-steps", 2],
-        [*begin, "--max-steps", 4, "--resume", "auto"],
-        ["--max-steps", 5, "--resume", run / "model_00004.pt"],
+        [*begin, "--max-steps 2"],
+        [*begin, "--max-steps 4 --resume auto"],
+        ["--max-steps 5 --resume", run / "model_00004.pt"],
     ):
-        train_gpt2.train(parse_config(*words, *more, run), CPU, StopRequest())
+        train_gpt2.train(parse_config(*words, more, run), CPU, StopRequest())
 
     assert open_model(run).config == network and list(load_curve(run)) == list(range(6))
     assert checkpoint.read_train_state(run)["config"]["init_from"] == str(tmp_path)

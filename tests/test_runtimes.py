@@ -4,7 +4,6 @@ They are real: tests/requirements-runtimes.txt, which `make torture` installs; a
 transformers, which every install has, is in test_convert.py. What a user types: docs/using-your-model.md.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,11 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, make_hellaswag_rows, write_jsonl
+from helpers import CPU, ROOT, make_hellaswag_rows, read_jsonl, write_jsonl
 from networks import NETWORKS, make_network
 
 from evaluation import multiple_choice
-from system.distributed import Runtime
 from tokens import tokenizer
 from weights import convert
 
@@ -95,8 +93,7 @@ def test_the_harness_scores_as_we_do(make_export, tmp_path, name):
     data.mkdir(parents=True)
     examples = multiple_choice.load_examples(write_jsonl(data / "hellaswag_val.jsonl", rows))
     # The export, which has no rows that pad the vocabulary: with random weights those have some probability.
-    one_rank = Runtime(torch.device("cpu"), torch.float32)
-    expected = multiple_choice.score(convert.load_hf(folder), examples, one_rank)  # (n, 4)
+    expected = multiple_choice.score(convert.load_hf(folder), examples, CPU)  # (n, 4)
 
     model_args = f"pretrained={folder},trust_remote_code=True,dtype=float32"
     command = ["-m", "lm_eval", "run", "--model", "hf", "--model_args", model_args, "--device", "cpu"]
@@ -106,6 +103,6 @@ def test_the_harness_scores_as_we_do(make_export, tmp_path, name):
     subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, check=True)
 
     samples_file = next((tmp_path / "out").rglob("samples_*.jsonl"))
-    samples = sorted((json.loads(line) for line in samples_file.read_text().splitlines()), key=lambda s: s["doc_id"])
+    samples = sorted(read_jsonl(samples_file), key=lambda s: s["doc_id"])
     of_harness = torch.tensor([[float(answer[0]) for answer in s["filtered_resps"]] for s in samples])  # (n, 4)
     torch.testing.assert_close(of_harness, -expected, atol=2e-3, rtol=1e-5)

@@ -1,14 +1,22 @@
 """One optimizer step: when its gradients are reduced, which updates are refused, and the loss scale of float16."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers import CPU, delete_checkpoints_after, load_curve, load_weights, parse_config, same_bits, train_quickstart
+from helpers import (
+    CPU,
+    delete_checkpoints_after,
+    err_in_update_5,
+    load_curve,
+    load_weights,
+    parse_config,
+    same_bits,
+    same_weights,
+)
 
 from model import GPT
 from system.errors import TransientError
@@ -60,59 +68,46 @@ def report_a_bad_norm_on_rank_1() -> None:
     Trainer.compute_gradients = faulty_compute_gradients
 
 
-def test_all_ranks_refuse_what_one_of_them_finds_not_finite(tiny_args, tmp_path, run_ranks):
-    """All of them save that step and refuse its update, and none waits for the others. The status is the one by which
-    train.sh restarts them: it may be a glitch."""
-    run, status = tmp_path / "run", tmp_path / "status"
-    command = ["train_gpt2.py", "quickstart", *tiny_args, "--out-dir", run]
-    env = {"TRAIN_STATUS_FILE": str(status)}
-    output = run_ranks(2, *command, fails=True, prepare=report_a_bad_norm_on_rank_1, env=env)
-    assert json.loads(status.read_text())["status"] == "system_error"
+def test_all_ranks_refuse_what_one_of_them_finds_not_finite(train_ranks, tmp_path):
+    """All of them save that step and refuse its update, and none waits for the others."""
+    output = train_ranks(2, "run", fails=True, prepare=report_a_bad_norm_on_rank_1)
     assert output.count("step 2: loss 5.") == output.count("not finite on 1 ranks") == 2
-    assert complete_steps(run)[-1] == 2
+    assert complete_steps(tmp_path / "run")[-1] == 2
 
 
-def test_a_refused_update_loses_no_step_and_no_checkpoint(tiny_args, tmp_path, one_run, monkeypatch):
+def test_a_refused_update_loses_no_step_and_no_checkpoint(train, tmp_path, one_run, monkeypatch):
     """All before it is saved, though no save is due; every earlier checkpoint stays, because the weights may be the
-    cause; and the restarted run ends with the same bits."""
-    flags, run = [*tiny_args, "--keep", "1", "--val-every", "0"], tmp_path / "run"
+    cause; and the run, which train.sh restarts after a TransientError, ends with the same bits."""
+    flags, run = "--keep 1 --val-every 0", tmp_path / "run"
     poison(monkeypatch, at=lambda micro_step: micro_step == 16)  # two at the start, and two a step
     with pytest.raises(TransientError, match="step 7: loss nan"):
-        train_quickstart(flags, run)
+        train(run, flags)
     assert complete_steps(run)[-2:] == [6, 7]
 
-    train_quickstart(flags, run, "--resume", "auto")
-    assert same_bits(load_weights(run), load_weights(one_run))
+    assert same_weights(train(run, flags, "--resume auto"), one_run)
 
 
-def test_a_weight_that_is_not_a_number_is_not_saved(tiny_args, tmp_path, one_run, monkeypatch):
-    """As an error of the hardware makes one: the run ends so that it is restarted, from the step before."""
-    step, calls = torch.optim.AdamW.step, itertools.count(1)
-
-    def step_with_an_error(optimizer):
-        step(optimizer)
-        if next(calls) == 5:
-            optimizer.param_groups[0]["params"][0].data[9, 9] = math.nan  # the embedding
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step_with_an_error)
+def test_a_weight_that_is_not_a_number_is_not_saved(train, tmp_path, one_run, monkeypatch):
+    """The run ends so that it is restarted, from the step before."""
+    monkeypatch.setattr(torch.optim.AdamW, "step", err_in_update_5(lambda weight: math.nan))
     with pytest.raises(TransientError, match="not finite"):
-        train_quickstart(tiny_args, tmp_path / "run")
+        train("run")
     assert complete_steps(tmp_path / "run") == [3]
 
     monkeypatch.undo()
-    train_quickstart(tiny_args, tmp_path / "run", "--resume", "auto")
-    assert same_bits(load_weights(tmp_path / "run"), load_weights(one_run))
+    assert same_weights(train("run", "--resume auto"), one_run)
 
 
 # ------------------------------------------------------------------------- float16 and its loss scale
 
 
 @pytest.fixture
-def float16_args(tiny_args, monkeypatch):
-    """Flags of a run whose loss scale begins at 8, and tries to double after every four good steps instead of 2,000. As
-    record8-124m on a GPU before Ampere it has AdamW and Muon, and weights that then stay in float32."""
+def train_in_float16(train, monkeypatch):
+    """train_in_float16("--max-steps 3") -> a run whose loss scale begins at 8, and tries to double after every four
+    good steps instead of 2,000. As record8-124m on a GPU before Ampere it has AdamW and Muon, and weights that then
+    stay in float32."""
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=4))
-    return [*tiny_args, *"--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1".split()]
+    return partial(train, "run", "--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1")
 
 
 def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> None:
@@ -127,13 +122,13 @@ def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> No
     monkeypatch.setattr(GPT, "to", to_with_hook)
 
 
-@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"], ids=["adamw", "muon"])
-def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, monkeypatch, name):
+# AdamW's, and Muon's.
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"])
+def test_an_overflow_skips_the_step_of_both_optimizers(train_in_float16, monkeypatch, name):
     """Though the gradients of one of them are finite. The scale halves; resumed before that, the bits are the same."""
-    multiply_gradient(
-        monkeypatch, name, math.inf, at=lambda backward: backward == 6
-    )  # two at the start, and two a step
-    run = train_quickstart(float16_args, tmp_path / "run")
+    # Two at the start, and two a step.
+    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 6)
+    run = train_in_float16()
     curve, weights = load_curve(run), load_weights(run)
     assert [step for step, (loss, _, norm) in curve.items() if loss is not None and norm is None] == [2]
     assert same_bits(load_weights(run, 2), load_weights(run, 3))
@@ -144,19 +139,16 @@ def test_an_overflow_skips_the_step_of_both_optimizers(float16_args, tmp_path, m
     delete_checkpoints_after(run, 1)
     monkeypatch.undo()
     multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)
-    train_quickstart(float16_args, run, "--resume", "auto")
+    train_in_float16("--resume auto")
     assert load_curve(run) == curve and same_bits(load_weights(run), weights)
 
 
-def test_float16_refuses_a_loss_that_is_nan(float16_args, tmp_path, monkeypatch):
-    """A loss is never scaled, so this is no overflow."""
-    poison(monkeypatch)
-    with pytest.raises(TransientError, match=r"step 0: loss nan.*--dtype float32"):
-        train_quickstart(float16_args, tmp_path / "loss")
-
-
-def test_float16_refuses_gradients_that_stay_nan(float16_args, tmp_path, monkeypatch):
-    """The scale halves three times, from 8 to 1."""
-    multiply_gradient(monkeypatch, "lm_head.weight", math.nan)
-    with pytest.raises(TransientError, match=r"step 3: loss 5\.\d+, gradient norm nan"):
-        train_quickstart(float16_args, tmp_path / "gradient")
+@pytest.mark.parametrize("spoil, named", [
+    # A loss is never scaled, so this is no overflow. For gradients, the scale halves three times, from 8 to 1.
+    (poison, r"step 0: loss nan.*--dtype float32"),
+    (partial(multiply_gradient, name="lm_head.weight", factor=math.nan), r"step 3: loss 5\.\d+, gradient norm nan"),
+])  # fmt: skip
+def test_float16_refuses_what_stays_nan(train_in_float16, monkeypatch, spoil, named):
+    spoil(monkeypatch)
+    with pytest.raises(TransientError, match=named):
+        train_in_float16()

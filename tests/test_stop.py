@@ -45,10 +45,9 @@ def test_programs_are_spared_and_the_run_is_not():
 def test_signal_to_torchrun_and_ranks_loses_nothing(tiny_args, tmp_path):
     """As Slurm sends it, and a terminal: torchrun passes it on to ranks that have it already."""
     out, metrics = tmp_path / "out", tmp_path / "out/metrics.jsonl"
-    run = ["quickstart", *tiny_args, "--max-steps", "100000", "--save-every", "0", "--val-every", "0"]
-    script = [str(ROOT / "train_gpt2.py"), *run, "--out-dir", str(out)]
+    flags = [*tiny_args, "--max-steps 100000 --save-every 0 --val-every 0 --out-dir", out]
 
-    torchrun = start_torchrun("--standalone", "--nproc_per_node=2", *script)
+    torchrun = start_torchrun("--standalone --nproc_per_node=2", ROOT / "train_gpt2.py", "quickstart", *flags)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
     for pid in [*rank_pids(torchrun.pid), torchrun.pid]:
         os.kill(pid, signal.SIGTERM)

@@ -1,6 +1,5 @@
 """A whole run learns, and is the same compiled. test_plain.py and test_golden.py compare losses, norms and weights."""
 
-import time
 from dataclasses import fields, replace
 from functools import partial
 from typing import get_type_hints
@@ -14,8 +13,8 @@ from helpers import (
     make_hellaswag_rows,
     parse_config,
     same_bits,
-    train_quickstart,
     write_jsonl,
+    write_slowly,
 )
 
 import train_gpt2
@@ -36,14 +35,13 @@ OFF_DEFAULT = {
 
 # A run in which every setting of OFF_DEFAULT acts.
 MOVING = """--optimizer muon --max-steps 3 --warmup-steps 1 --schedule trapezoid --cooldown 0.7 --grad-clip 0.1
---model.no-tied-head --val-every 0 --save-every 0""".split()
+--model.no-tied-head --val-every 0 --save-every 0"""
 
 
-def test_the_end_names_the_best_weights_that_are_there(tiny_args, tmp_path, monkeypatch, capsys):
+def test_the_end_names_the_best_weights_that_are_there(train, monkeypatch, capsys):
     """Also if the last checkpoint takes longer to write than the last evaluation takes."""
-    write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *args: (time.sleep(0.2), write(*args)))
-    run = train_quickstart(tiny_args, tmp_path / "run", "--save-every", "4", "--keep", "1")
+    monkeypatch.setattr(checkpoint, "write", write_slowly(0.2))
+    run = train("run", "--save-every 4 --keep 1")
     losses = {val_loss: step for step, (_, val_loss, _) in load_curve(run).items() if val_loss is not None}
     best = model_path(run, losses[min(losses)])
     assert f" {min(losses):.4f}: {best}\n" in capsys.readouterr().out and best.exists()
@@ -56,7 +54,7 @@ def train_three_steps(cfg, folder) -> dict[str, torch.Tensor]:
 
 def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path):
     """Alone, in a real run with Muon: a setting that the loop does not apply would be a flag that does nothing."""
-    base = parse_config("quickstart", *tiny_args, *MOVING)
+    base = parse_config("quickstart", *tiny_args, MOVING)
     weights, without_effect = train_three_steps(base, tmp_path / "base"), []
     for setting in {field.name for field in fields(Recipe)} - {"model"}:  # which test_model.py tests
         value = OFF_DEFAULT[setting]
@@ -69,17 +67,17 @@ def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path):
 
 def test_no_other_setting_moves_a_weight(tiny_args, tmp_path):
     """A resumed run may have other values of these: a setting by which weights differ belongs in Recipe."""
-    base = parse_config("quickstart", *tiny_args, *MOVING)
+    base = parse_config("quickstart", *tiny_args, MOVING)
     left_out = {"compile", "val_tokens", "stop_off_track", "epochs", "max_steps"}
     changed = {}
     for field in fields(TrainConfig):
         if field.name not in {*get_type_hints(Recipe), *left_out} and type(field.default) in (bool, int, float):
             changed[field.name] = type(field.default)(not field.default)
-    weights = [train_three_steps(cfg, tmp_path / str(i)) for i, cfg in enumerate([base, replace(base, **changed)])]
-    assert len(changed) > 6 and same_bits(*weights)
+    weights = train_three_steps(base, tmp_path / "base")
+    assert len(changed) > 6 and same_bits(weights, train_three_steps(replace(base, **changed), tmp_path / "changed"))
 
 
-def test_compiled_equals_eager_and_compiles_at_the_start(tiny_args, tmp_path, monkeypatch):
+def test_compiled_equals_eager_and_compiles_at_the_start(train, tmp_path, monkeypatch):
     """HellaSwag and samples have shapes that vary. Here Dynamo and autograd compile, without kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()  # another test of this process may have compiled
@@ -92,14 +90,11 @@ def test_compiled_equals_eager_and_compiles_at_the_start(tiny_args, tmp_path, mo
         return trainer
 
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(3))  # of several lengths
-    flags = [
-        *tiny_args,
-        *"--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 3 --model.n-embd 8".split(),
-    ]
-    eager = load_curve(train_quickstart(flags, tmp_path / "eager"))
+    flags = "--max-steps 2 --warmup-steps 1 --model.vocab-size 50304 --model.n-layer 3 --model.n-embd 8"
+    eager = train("eager", flags)
     monkeypatch.setattr(train_gpt2, "build_trainer", make_trainer)
-    evaluations = ["--hellaswag-every", "2", "--hellaswag-data", rows, "--sample-every", "2"]
-    compiled = load_curve(train_quickstart(flags, tmp_path / "compiled", *evaluations, "--compile"))
+    evaluations = "--compile --sample-every 2 --hellaswag-every 2 --hellaswag-data"
+    compiled = train("compiled", flags, evaluations, rows)
 
     assert_curves_close(compiled, eager)
     # The blocks share one graph, and the chunks of the head another; training and validation have their own.

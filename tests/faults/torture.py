@@ -14,11 +14,9 @@ import io
 import random
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -33,18 +31,16 @@ from system.settings import ArgumentParser
 from weights import checkpoint
 from weights.run_folder import latest_step, model_path
 
-TRAIN = ["train_gpt2", "quickstart", *TINY_FLAGS, "--device", "cpu", "--max-steps", "40", "--save-every", "2"]
-TRAIN += ["--shuffle", "--resume", "auto"]
-TOKENIZE = ["fineweb", "--shard-size", 1500, "--source"]
+TRAIN = "--device cpu --max-steps 40 --save-every 2 --shuffle --resume auto"
 
 
 class Job:
-    """A command that fills a folder and that, run again, fills what is missing."""
+    """A command that fills a folder and that, run again, fills what is missing. Its last word is the folder's flag."""
 
-    def __init__(self, folder: Path, name: str, command: list):
-        self.name, self.command, self.ranks = name, command, 2 if "2 ranks" in name else 1
-        (folder / name).mkdir()
-        self.out, self.log = folder / name / "out", folder / name / "log"
+    def __init__(self, folder: Path, ranks: int, *command):
+        folder.mkdir()
+        self.name, self.ranks, self.command = folder.name, ranks, command
+        self.out, self.log = folder / "out", folder / "log"
         start_time = time.monotonic()
         ended = self.run()
         assert ended.exit_code == 0, ended.output
@@ -53,20 +49,20 @@ class Job:
 
     def start(self, **how) -> list[Script]:
         """A process for each rank."""
-        out = "--out-dir" if self.command[0] == "train_gpt2" else "--out"
-        return start_ranks(self.ranks, *self.command, out, self.out, log=self.log, **how)
+        return start_ranks(self.ranks, *self.command, self.out, log=self.log, **how)
 
     def run(self, **how) -> Script:
+        """The first rank, once all have ended."""
         first, *_ = [rank.wait() for rank in self.start(**how)]
         return first
 
-    def read_bits(self) -> dict:
+    def read_bits(self) -> object:
         """The folder; of a run the weights and the optimizer state of the last step, and the losses of all."""
         if self.command[0] != "train_gpt2":
             return read_bytes(self.out)
         path, state = model_path(self.out, latest_step(self.out)), io.BytesIO()
         torch.save(checkpoint.read_train_state(path)["parts"], state)
-        return {"losses": load_curve(self.out), path.name: path.read_bytes() + state.getvalue()}
+        return load_curve(self.out), path.name, path.read_bytes(), state.getvalue()
 
     def kill(self, rng: random.Random) -> bool:
         """SIGKILL of the process, or of one or both ranks, at any moment, up to three times. Whether one hit."""
@@ -74,14 +70,17 @@ class Job:
         for _ in range(rng.randint(1, 3)):
             ranks = self.start()
             time.sleep(rng.uniform(0, 1.1) * self.seconds)
-            hit = any([rank.send(signal.SIGKILL) for rank in rng.sample(ranks, rng.randint(1, len(ranks)))])
-            hits += hit
+            chosen = rng.sample(ranks, rng.randint(1, len(ranks)))
+            hits += any(rank.exit_code is None for rank in chosen)
+            for rank in chosen:
+                rank.process.kill()
             # As torchrun does: the ranks that are left are asked to end, then killed.
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                for rank in ranks:
-                    if hit:
-                        rank.send(number)
-                    rank.process.join(3 if hit else 120)
+            for rank in ranks:
+                rank.process.terminate()
+            for rank in ranks:
+                rank.process.join(3)
+                rank.process.kill()
+                rank.process.join()
         return hits > 0
 
     def fill_disk(self, rng: random.Random) -> bool:
@@ -99,20 +98,20 @@ def main() -> None:
     forkserver_context()  # its own folder must outlive this one
     with tempfile.TemporaryDirectory(prefix="torture-") as tempfile.tempdir:
         folder = Path(tempfile.tempdir)
-        train = [*TRAIN, "--data-dir", write_random_walk_shards(folder / "data")]
+        data = write_random_walk_shards(folder / "data")
+        train = ["train_gpt2", "quickstart", *TINY_FLAGS, "--data-dir", data, TRAIN]
         rows = [{"text": f"line {i} of a walk, é" * (i % 60)} for i in range(150)]
-        tokenize = [*TOKENIZE, write_jsonl(folder / "text.jsonl", rows)]
-        commands = {
-            "train": train,
-            "train, muon, --keep 2": [*train, *"--optimizer muon --keep 2".split()],
-            "train, 2 ranks": train,
-            "train, 2 ranks, ZeRO-1": [*train, *"--zero-stage 1".split()],
-            "fineweb, npy": tokenize,
-            "fineweb, bin": [*tokenize, *"--format bin".split()],
-        }
-        jobs = [Job(folder, name, command) for name, command in commands.items()]
+        tokenize = ["fineweb", "--shard-size 1500 --source", write_jsonl(folder / "text.jsonl", rows)]
+        jobs = [
+            Job(folder / "train", 1, *train, "--out-dir"),
+            Job(folder / "train, muon, --keep 2", 1, *train, "--optimizer muon --keep 2 --out-dir"),
+            Job(folder / "train, 2 ranks", 2, *train, "--out-dir"),
+            Job(folder / "train, 2 ranks, ZeRO-1", 2, *train, "--zero-stage 1 --out-dir"),
+            Job(folder / "fineweb, npy", 1, *tokenize, "--out"),
+            Job(folder / "fineweb, bin", 1, *tokenize, "--format bin --out"),
+        ]
 
-        counts: Counter = Counter()
+        is_lost = False
         for number in range(args.faults):
             job, rng = jobs[number % len(jobs)], random.Random(f"{args.seed} {number}")
             shutil.rmtree(job.out, ignore_errors=True)
@@ -120,13 +119,10 @@ def main() -> None:
             outcome = "recovered" if fault(rng) else "unhurt"
             ended = job.run()
             if ended.exit_code != 0 or job.read_bits() != job.bits:
-                outcome = "LOST"
-                print(f"fault {number}, {job.name}: exit code {ended.exit_code}\n{ended.output[-2000:]}", flush=True)
-            counts[job.name, outcome] += 1
-
-    for (name, outcome), count in sorted(counts.items()):
-        print(f"{name:30} {outcome:10} {count}")
-    sys.exit(any(outcome == "LOST" for _, outcome in counts))
+                is_lost = True
+                outcome = f"LOST, exit code {ended.exit_code}\n{ended.output[-2000:]}"
+            print(f"fault {number}, {job.name}: {outcome}", flush=True)
+    sys.exit(is_lost)
 
 
 if __name__ == "__main__":
