@@ -83,6 +83,11 @@ def choices(config_class, field) -> tuple:
     return get_args(get_type_hints(config_class)[field])
 
 
+def read_table(text: str) -> list[list[str]]:
+    """The cells of each row of a table, whose columns are divided by "|": what pytest.mark.parametrize takes."""
+    return [[cell.strip() for cell in row.split("|")] for row in text.strip("\n").splitlines()]
+
+
 def load_metrics(run) -> list[dict]:
     """The lines of a run's metrics.jsonl. Unlike lifecycle.metrics it fails at a line that is not JSON."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]

@@ -1,9 +1,10 @@
 """A pod for train.sh, which is the real one with shorter waits; torchrun, the trainer, hub.py, runpodctl and df are
 stand-ins.
 
-    with Pod(tmp_path) as pod:
-        pod.start(PLAN="crash finish")     # the first start of the trainer crashes, the restart finishes
-        assert "training finished" in pod.wait_until_ended()
+    pod = Pod(tmp_path)
+    pod.start(PLAN="crash finish")         # the first start of the trainer crashes, the restart finishes
+    assert "training finished" in pod.wait_until_ended()
+    pod.kill()                             # what is left of it
 
 The words of PLAN say what each start of the trainer does; the last word serves all later starts. HUB_DOES is what a
 push does, as a command of bash; DISK is what df says of the run folder. The files starts, pushed and removed have the
@@ -51,10 +52,11 @@ esac
 
 
 class Pod:
-    """A folder in which train.sh is called, and a PATH of stand-ins. Its runs go to the folder `run`."""
+    """A folder in which train.sh is called, and a PATH of stand-ins. Its runs go to the folder `run`, whose name must
+    not be split."""
 
-    def __init__(self, root: Path, run: str = "run"):
-        self.root, self.run = root, root / run
+    def __init__(self, root: Path):
+        self.root, self.run = root, root / "my run"
         self.seconds = {"restart_delay_s": "0", "remove_delay_s": "0.01", "push_pause_s": "0.01", "show_log_s": "0.01"}
         (root / "bin").mkdir(parents=True)
         os.mkfifo(root / "never")
@@ -64,11 +66,8 @@ class Pod:
         self.env = {"PATH": f"{root}/bin:{os.environ['PATH']}", "POD": str(root), "RUNPOD_POD_ID": "pod7"}
         self.started: list[int] = []  # the supervisors, which lead sessions
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        """No process is left of the sessions that train.sh has begun."""
+    def kill(self) -> None:
+        """End the sessions that train.sh has begun."""
         for pid in self.started:
             subprocess.run(["pkill", "-KILL", "-s", str(pid)])
 
