@@ -22,7 +22,7 @@ import shutil
 import pytest
 import torch
 from faults.hub_server import Hub
-from helpers import TINY_FLAGS, run_main
+from helpers import TINY_FLAGS, read_table, run_main
 
 from model import GPT, GPTConfig
 from weights import checkpoint
@@ -162,9 +162,8 @@ def stage(one_run, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("row", TABLE.strip().splitlines())
-def test_a_mistake_is_named_in_one_message(stage, tmp_path, monkeypatch, capsys, row):
-    code, command, named = (part.strip() for part in row.split("|"))
+@pytest.mark.parametrize("code, command, named", read_table(TABLE))
+def test_a_mistake_is_named_in_one_message(stage, tmp_path, monkeypatch, capsys, code, command, named):
     train = ["train_gpt2.py", "quickstart", *TINY_FLAGS, "--data-dir", "tiny", "--out-dir", "NEW"]
     command = command.replace("TRAIN", shlex.join(train))
     words = shlex.split(command.replace("NEW", str(tmp_path / "new")))

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from helpers import TRICKY_TEXTS, same_bits
+from helpers import TRICKY_TEXTS, read_table, same_bits
 from networks import NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
@@ -161,9 +161,8 @@ OTHERS = """
 """
 
 
-@pytest.mark.parametrize("row", OTHERS.strip().splitlines())
-def test_what_the_network_cannot_compute_is_refused(small_export, row):
-    change, named = row.split(" | ")
+@pytest.mark.parametrize("change, named", read_table(OTHERS))
+def test_what_the_network_cannot_compute_is_refused(small_export, change, named):
     config = json.loads((small_export / "config.json").read_text()) | json.loads(change)
     known = {key: value for key, value in config.items() if value is not None}
     (small_export / "config.json").write_text(json.dumps(known))

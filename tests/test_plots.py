@@ -2,12 +2,11 @@
 
 import json
 import math
-import sys
 
 import nbclient
 import nbformat
 import pytest
-from helpers import ROOT, write_jsonl
+from helpers import ROOT, run_main, write_jsonl
 
 import plots
 from evaluation.reference import read_references
@@ -204,8 +203,7 @@ def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch, capsys):
     (tmp_path / "begun/metrics.jsonl").write_text('{"step": 0}\n{"st')
     monkeypatch.chdir(tmp_path)
     for words in (["a", "b", "begun"], ["a", "--out", "deep/er.svg"], ["a/metrics.jsonl"]):
-        monkeypatch.setattr(sys, "argv", ["plots.py", *words])
-        plots.main()
+        assert run_main("plots.py", *words) == 0
     assert (tmp_path / "curves.png").is_file() and (a / "curves.png").is_file()
     assert "<svg" in (tmp_path / "deep/er.svg").read_text()
     assert "skipped: no measured step in begun" in capsys.readouterr().out
