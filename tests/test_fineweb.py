@@ -22,7 +22,7 @@ from corpora import (
 from helpers import make_documents
 
 import fineweb
-from system.errors import UserError
+from system.errors import TransientError, UserError
 from system.files import lock_folder
 from tokens import documents as readers
 from tokens import shards
@@ -225,13 +225,6 @@ def test_a_damaged_shard_is_made_again(tmp_path, source, quick):
 # ------------------------------------------------------------------------- the folder
 
 
-def test_two_runs_on_one_folder(tmp_path, text_file):
-    out = tmp_path / "out"
-    with lock_folder(out), pytest.raises(UserError, match=str(out)):
-        run_fineweb("--source", text_file, "--out", out)
-    assert read_bytes(out) == {}
-
-
 def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
     out = tmp_path / "out"
     flags = ("--source", text_file, "--shard-size", 50, "--limit-tokens", 150, "--out", out)
@@ -256,9 +249,15 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
         run_fineweb(*flags)
 
 
-def test_shards_of_others_are_left_alone(tmp_path, text_file):
-    foreign = tmp_path / "out_train_000001.npy"
+def test_a_folder_that_others_use_is_left_alone(tmp_path, text_file):
+    """Also one that holds shards of another program."""
+    out = tmp_path / "out"
+    with lock_folder(out), pytest.raises(TransientError, match=str(out)):
+        run_fineweb("--source", text_file, "--out", out)
+    assert read_bytes(out) == {}
+
+    foreign = out / "out_train_000001.npy"
     foreign.write_bytes(b"foreign")
     with pytest.raises(UserError, match=str(foreign)):
-        run_fineweb("--source", text_file, "--out", tmp_path)
-    assert foreign.read_bytes() == b"foreign"
+        run_fineweb("--source", text_file, "--out", out)
+    assert read_bytes(out) == {foreign.name: b"foreign"}
