@@ -170,7 +170,7 @@ def test_a_mistake_is_named_in_one_message(stage, tmp_path, monkeypatch, capsys,
     files = sorted(stage.rglob("[!.]*"))
 
     monkeypatch.chdir(stage)
-    Hub(tmp_path / "hub", "hf_x", url="http://127.0.0.1:9").connect(monkeypatch)
+    Hub(tmp_path / "hub", "http://127.0.0.1:9").connect(monkeypatch)
     found = run_main(*words)
 
     message = capsys.readouterr().err

@@ -77,7 +77,7 @@ def make_ids(*ids) -> bytes:
     ("a.jsonl", b'{"text": [{"role": "user", "content": "Hello"}]}', "'role': 'user'.*jsonl"),
     ("a.parquet", make_parquet([7, 2]), "int64"),
     ("a.parquet", make_parquet([b"one", b"caf\xe9"]), "row 2"),
-    ("a.bin", make_ids(50258, 300), "50258"),
+    ("a.bin", make_ids(300, 50257), r"token 1 is id 50257.*--model\.vocab-size"),
     ("a.bin", make_ids(*range(65)), "input.txt"),
     ("a.bin.gz", b"", ".bin.gz"),
 ])  # fmt: skip

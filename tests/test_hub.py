@@ -69,7 +69,7 @@ def published(hub, data) -> Path:
 
 def test_a_pull_that_fails_is_completed_by_another(run, hub, published, data, tmp_path):
     out = tmp_path / "out"
-    for fault in (Fault("train_000002.npy", 404, times=10**6), Fault("toy_train_000002.npy")):  # refused; corrupted
+    for fault in (Fault("train_000002.npy", 404), Fault("toy_train_000002.npy")):  # refused; corrupted
         hub.faults = [fault]
         run("pull-data", "tester/toy", out, fails_with=hub.url if fault.code else "train_000002.npy")
         # Without a manifest the folder does not count as complete.
@@ -157,7 +157,7 @@ def test_what_the_hub_refuses_is_one_message(run, hub, published, data, monkeypa
     run("push-data", data, "tester/toy", token="hf_wrong", fails_with="403")
     run("pull-data", "tester/none", "out", fails_with="404")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub tries again
-    hub.faults.append(Fault("train_000001.npy", 503, times=10**6))
+    hub.faults.append(Fault("train_000001.npy", 503))
     run("pull-data", "tester/toy", "out", fails_with="503")  # the cause, not that the network may be down
 
 
@@ -224,8 +224,12 @@ def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
     """Beside what was pushed before. A pull takes the newest."""
     run("push-model", trained_run / "model_00006.pt", "tester/run")
     # Step 9 has the lowest val loss, but its weights are gone; the newest step was never evaluated.
-    rows = [{"step": 3, "val_loss": 3.25}, {"step": 6, "val_loss": 3.5}, {"step": 9, "val_loss": 3.125}, {"step": 12}]
-    write_jsonl(trained_run / "metrics.jsonl", rows)
+    (trained_run / "metrics.jsonl").write_text("""\
+{"step": 3, "val_loss": 3.25}
+{"step": 6, "val_loss": 3.5}
+{"step": 9, "val_loss": 3.125}
+{"step": 12}
+""")
     (trained_run / "model_00009.pt").unlink()
 
     run("push-model", trained_run, "tester/run", *flags.split())

@@ -7,7 +7,7 @@ import shutil
 import helpers
 import pytest
 import torch
-from helpers import write_jsonl, write_tiny_model
+from helpers import write_tiny_model
 from networks import make_network
 
 import infer
@@ -66,9 +66,11 @@ def test_a_checkpoint_with_a_lower_val_loss_is_named(run_main, run_dir, tmp_path
     """By its path, beside the newest one, which is opened; not one that is gone, and not for a single file."""
     run = shutil.copytree(run_dir, tmp_path / "run")
     shutil.copy(run / "model_00007.pt", run / "model_00005.pt")
-    write_jsonl(
-        run / "metrics.jsonl", [{"step": 3, "val_loss": 3}, {"step": 5, "val_loss": 4}, {"step": 7, "val_loss": 5}]
-    )
+    (run / "metrics.jsonl").write_text("""\
+{"step": 3, "val_loss": 3}
+{"step": 5, "val_loss": 4}
+{"step": 7, "val_loss": 5}
+""")
     for path, is_named in ((run, True), (run / "model_00007.pt", False), (run_dir, False)):
         err = run_main(path, "Hi", "--max-new-tokens", 1).err
         assert "step 7" in err and (str(run / "model_00005.pt") in err) == is_named

@@ -94,10 +94,13 @@ def test_parameters_and_flops_are_the_published_ones():
     assert model.flops_per_token(1024) == 6 * in_matmuls + 12 * 12 * 768 * 1024
 
 
+OF_WIDTH = (3 * 256) ** -0.5
+
+
 @pytest.mark.parametrize("options, wte, inside, projection, head", [
     ({"embedding_norm": True}, 0.02, 0.02, 0.02 / 4, 0.02),  # sqrt(2 * 8) = 4; the head shares the embedding's weights
     ({"embedding_norm": True, "tied_head": False, "zero_init_projections": True}, 1, 0.02, 0, 0),
-    ({"init_std": 0.0}, (3 * 256) ** -0.5, (3 * 256) ** -0.5, (3 * 256) ** -0.5 / 4, (3 * 256) ** -0.5),
+    ({"init_std": 0.0}, OF_WIDTH, OF_WIDTH, OF_WIDTH / 4, OF_WIDTH),
 ])  # fmt: skip
 def test_initial_weights_are_those_of_the_recipes(options, wte, inside, projection, head):
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import math
 import nbclient
 import nbformat
 import pytest
-from helpers import ROOT, run_main, write_jsonl
+from helpers import ROOT, read_table, run_main, write_jsonl
 
 import plots
 from evaluation.reference import read_references
@@ -102,14 +102,15 @@ s:250 eval:0.2534
 s:250 trl:5.8500 lr:0.000003 norm:1.00
 """),
 }  # fmt: skip
-MEASURED = {
-    "train_loss": [[0, 1, 250], [10.9501, 9.5, 5.85]],
-    "val_loss": [[0, 250], [10.95, 5.9]],
-    "hellaswag_acc_norm": [[250], [0.2534]],
-    "lr": [[0, 1, 250], [1e-6, 2e-6, 3e-6]],
-    "grad_norm": [[0, 1, 250], [15.37, 2.0, 1.0]],
-    "tokens_per_second": [[0, 1, 250], [297_788, 653_033, 653_033]],
-}
+# What they measure: the metric | the steps | the values.
+MEASURED = """
+train_loss         | 0 1 250 | 10.9501 9.5 5.85
+val_loss           | 0 250   | 10.95 5.9
+hellaswag_acc_norm | 250     | 0.2534
+lr                 | 0 1 250 | 1e-6 2e-6 3e-6
+grad_norm          | 0 1 250 | 15.37 2.0 1.0
+tokens_per_second  | 0 1 250 | 297788 653033 653033
+"""
 
 
 @pytest.mark.parametrize("name", LOGS)
@@ -119,8 +120,12 @@ def test_logs_and_consoles_are_read(tmp_path, name):
     lines = text.splitlines()
     (tmp_path / name).write_text(f"{text}{lines[0]}\n{lines[-1][:19]}")
     for path in (tmp_path, tmp_path / name):
-        found = {key: curve.tolist() for key, curve in plots.read_curves(path).items()}
-        assert len(found) == count and found == {key: MEASURED[key] for key in found}
+        found = plots.read_curves(path)
+        assert len(found) == count
+        for key, *curve in read_table(MEASURED):
+            if key in found:
+                assert found.pop(key).tolist() == [[float(number) for number in cell.split()] for cell in curve]
+        assert not found
 
 
 # ------------------------------------------------------------------------- drawing

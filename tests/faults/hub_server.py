@@ -27,12 +27,11 @@ LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
 
 @dataclass
 class Fault:
-    """What goes wrong, for the next `times` requests whose path contains `path`: any is answered with `code` or, if
-    that is 0, a download has a byte flipped."""
+    """What goes wrong when a path contains `path`: each request is answered with `code` or, if that is 0, the next
+    download has a byte flipped."""
 
     path: str
     code: int = 0
-    times: int = 1
 
 
 @dataclass
@@ -40,8 +39,8 @@ class Hub:
     """The state of the stand-in, which tests change and look at while it runs."""
 
     root: Path
-    token: str
     url: str = ""
+    token: str = "hf_testPlantedTokenNeverPrinted"
     faults: list[Fault] = field(default_factory=list)
     private: set[str] = field(default_factory=set)  # "datasets/OWNER/NAME" of each repository that is not public
     log: list[tuple[str, str]] = field(default_factory=list)  # method and path of each request
@@ -70,10 +69,12 @@ class Hub:
         self.extra_tree.append({"type": "file", "path": path, "size": 1, "oid": "0" * 40})
 
     def take_fault(self, method: str, path: str) -> Fault | None:
-        """The fault that hits this request, once less."""
+        """The fault that hits this request, if any."""
         for fault in self.faults:
-            if fault.times and fault.path in path and (fault.code or method == "GET"):
-                fault.times -= 1
+            if fault.path in path and fault.code:
+                return fault
+            if fault.path in path and method == "GET":
+                self.faults.remove(fault)
                 return fault
         return None
 
@@ -159,10 +160,8 @@ class Handler(BaseHTTPRequestHandler):
             case ["repos", "create"]:
                 new = json.loads(body)
                 parts = [new["type"] + "s", new["organization"] or USER, new["name"], "create", new["visibility"]]
-            case ["datasets" | "models", *_]:
-                pass
-            case _:
-                parts = ["models", *parts]  # the address of a download has no prefix for a model
+        if parts[0] not in ("datasets", "models"):  # the address of a download of a model has no prefix
+            parts = ["models", *parts]
         kind, owner, name, *action = parts
 
         repo = f"{kind}/{owner}/{name}"
@@ -204,9 +203,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def start(root: Path, *, token: str = "hf_testPlantedTokenNeverPrinted") -> Iterator[Hub]:
+def start(root: Path) -> Iterator[Hub]:
     """Serve the repos under `root` on a free port of 127.0.0.1 until the block ends; yields the Hub."""
-    hub = Hub(root, token)
+    hub = Hub(root)
     (root / ".lfs").mkdir(parents=True)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
