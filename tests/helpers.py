@@ -88,6 +88,13 @@ def read_table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")] for row in text.strip("\n").splitlines()]
 
 
+def write_script(path: Path, text: str) -> None:
+    """An executable file, in a folder that need not exist yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def load_metrics(run) -> list[dict]:
     """The lines of a run's metrics.jsonl. Unlike lifecycle.metrics it fails at a line that is not JSON."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]

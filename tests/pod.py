@@ -16,7 +16,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from helpers import ROOT
+from helpers import ROOT, write_script
 from processes import wait_for
 
 # Stands in for Python, as far as train.sh calls it. $POD is the folder of the pod; the status file is in the run's.
@@ -58,11 +58,10 @@ class Pod:
     def __init__(self, root: Path):
         self.root, self.run = root, root / "my run"
         self.seconds = {"restart_delay_s": "0", "remove_delay_s": "0.01", "push_pause_s": "0.01", "show_log_s": "0.01"}
-        (root / "bin").mkdir(parents=True)
+        write_script(root / "project/.venv/bin/python", PYTHON)
+        write_script(root / "bin/runpodctl", '#!/bin/sh\necho "$@" >> "$POD/removed"\n')
+        write_script(root / "bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4}\n")
         os.mkfifo(root / "never")
-        self.add_tool("project/.venv/bin/python", PYTHON)
-        self.add_tool("bin/runpodctl", '#!/bin/sh\necho "$@" >> "$POD/removed"\n')
-        self.add_tool("bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4}\n")
         self.env = {"PATH": f"{root}/bin:{os.environ['PATH']}", "POD": str(root), "RUNPOD_POD_ID": "pod7"}
         self.started: list[int] = []  # the supervisors, which lead sessions
 
@@ -70,12 +69,6 @@ class Pod:
         """End the sessions that train.sh has begun."""
         for pid in self.started:
             subprocess.run(["pkill", "-KILL", "-s", str(pid)])
-
-    def add_tool(self, name: str, script: str) -> None:
-        """Write an executable script."""
-        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / name).write_text(script)
-        (self.root / name).chmod(0o755)
 
     def add_checkpoint(self, folder: str, step: int) -> None:
         """Put a checkpoint of some step into a folder of the pod."""
@@ -88,7 +81,7 @@ class Pod:
         for name, value in self.seconds.items():
             script, count = re.subn(rf"(?m)^{name}=[^#\n]*", f"{name}={value} ", script)
             assert count == 1, name
-        self.add_tool("project/train.sh", script)
+        write_script(self.root / "project/train.sh", script)
         return [f"{self.root}/project/train.sh", *map(str, args)]
 
     def call(self, *args: object, check=True, **env: str) -> subprocess.CompletedProcess:

@@ -149,14 +149,21 @@ def stage(one_run, tmp_path_factory):
     shard = (folder / "tiny/tiny_train_000001.npy").read_bytes()
     (folder / "cut/cut_train_000001.npy").write_bytes(shard[:-1])
     (folder / "cut/model_00001.pt").write_bytes((folder / "small/model_00001.pt").read_bytes()[:-99])
-    (folder / "cut/metrics.jsonl").write_text('{"step": 0')
     torch.save({"model": {"w": torch.ones(2)}}, folder / "cut/foreign.pt")
 
     row = json.dumps({"text": "a", "ctx": "a", "endings": ["b " * 9] * 4, "label": 0})
     (folder / "circle").symlink_to("circle")
-    texts = {"text.txt": "some text " * 100, "bad.xml": "<x/>", "empty.jsonl": "\n\n"}
-    texts |= {"empty.txt": "", "separated.txt": "<|endoftext|>\n", "rows.jsonl": '{"text": ""}'}
-    texts |= {"good.jsonl": f"{row}\n", "bad.jsonl": f'{row}\n{{"text": 3}}\n'}
+    texts = {
+        "cut/metrics.jsonl": '{"step": 0',
+        "text.txt": "some text " * 100,
+        "bad.xml": "<x/>",
+        "empty.jsonl": "\n\n",
+        "empty.txt": "",
+        "separated.txt": "<|endoftext|>\n",
+        "rows.jsonl": '{"text": ""}',
+        "good.jsonl": f"{row}\n",
+        "bad.jsonl": f'{row}\n{{"text": 3}}\n',
+    }
     for name, text in texts.items():
         (folder / name).write_text(text)
     return folder

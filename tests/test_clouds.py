@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, read_table
+from helpers import ROOT, read_table, write_script
 
 from lifecycle.command_line import parse
 
@@ -27,10 +27,8 @@ def run_slurm_job(tmp_path):
     """run_slurm_job(NAME=value, ...) -> the exit code of slurm.sbatch, and {program: the words of its last call}."""
     # One folder serves as the project's .venv and as the system's PATH.
     bin_folder = tmp_path / ".venv/bin"
-    bin_folder.mkdir(parents=True)
     for name, action in STAND_INS.items():
-        (bin_folder / name).write_text(f'#!/bin/sh\necho "{name} $@" | head -n 1 >> {tmp_path}/calls\n{action}\n')
-        (bin_folder / name).chmod(0o755)
+        write_script(bin_folder / name, f'#!/bin/sh\necho "{name} $@" | head -n 1 >> {tmp_path}/calls\n{action}\n')
 
     def run(*words, **env):
         job = {"SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}

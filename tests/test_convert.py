@@ -102,9 +102,9 @@ def test_every_size_survives_an_export(tmp_path):
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
     config = json.loads((tmp_path / "out/config.json").read_text())
-    names = ("n_ctx", "n_positions", "n_embd", "n_head", "n_layer", "layer_norm_epsilon", "activation_function")
-    assert [config[name] for name in names] == [24, 24, 48, 4, 2, 1e-5, "gelu_new"]
-    assert config["architectures"] == ["GPT2LMHeadModel"]
+    expected = {"n_ctx": 24, "n_positions": 24, "n_embd": 48, "n_head": 4, "n_layer": 2, "layer_norm_epsilon": 1e-5}
+    assert config | expected == config
+    assert (config["activation_function"], config["architectures"]) == ("gelu_new", ["GPT2LMHeadModel"])
 
 
 def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch):

@@ -20,10 +20,9 @@ from training.build import build_trainer
 from training.presets import PRESETS
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
-FOLDERS = ("", "*/", "tests/faults/")
 FILES = {
     str(path.relative_to(ROOT)): path
-    for folder in FOLDERS
+    for folder in ("", "*/", "tests/faults/")
     for path in ROOT.glob(f"{folder}*.*")
     if path.suffix in {".py", ".sh", ".md", ".csv", ".ipynb", ".sbatch", ".yaml", ".toml", ".txt", ".json", ".png"}
 } | {name: ROOT / name for name in ("Makefile", "cloud/Dockerfile")}

@@ -123,7 +123,7 @@ def test_a_limited_pull_lists_what_is_there(run, published, data, tmp_path):
 # ------------------------------------------------------------------------- what is refused
 
 
-def test_a_push_never_publishes_by_accident(run, hub, published, tmp_path):
+def test_a_push_never_publishes_by_accident(run, published, tmp_path):
     other = make_shards(tmp_path / "other", seed=1, size=2000)
     before = read_bytes(published)
     run("push-data", other, "tester/toy", fails_with="--public")  # it exists, and is public

@@ -43,14 +43,15 @@ def test_greedy_tokens_are_those_of_the_model(run_main, run_dir):
     prompt, encoding = "Hello, I'm a language model,", tokenizer.encoding()
     ids = encoding.encode(prompt)
     expected = open_model(run_dir).generate(torch.tensor([ids]), 20, temperature=0)[0, len(ids) :].tolist()
-    out = run_main(run_dir, prompt, "--temperature", 0, "--max-new-tokens", 20, "--dtype", "float32", "--json").out
+    flags = "--temperature 0 --max-new-tokens 20 --dtype float32 --json"
+    out = run_main(run_dir, prompt, *flags.split()).out
     assert json.loads(out) == {"prompt": prompt, "text": encoding.decode(expected), "tokens": expected}
 
 
 def test_a_seed_gives_the_same_samples(monkeypatch, run_main, run_dir):
     """Also of a prompt from standard input, as Windows writes it."""
     # More tokens than the context of 32.
-    flags = ("--num-samples", 3, "--max-new-tokens", 40, "--json", "--dtype", "float32")
+    flags = "--num-samples 3 --max-new-tokens 40 --json --dtype float32".split()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf Hello\r\nthere\r\n\r\n")))
     from_argument = run_main(run_dir, *flags, " Hello\nthere\n").out
     from_stdin = run_main(run_dir / "model_00007.pt", "-", *flags).out
@@ -78,7 +79,7 @@ def test_a_checkpoint_with_a_lower_val_loss_is_named(run_main, run_dir, tmp_path
 
 def test_prompts_are_text(run_main, run_dir):
     """A prompt cannot drive the terminal. An empty one starts a document."""
-    flags = ("--max-new-tokens", 4, "--dtype", "float32")
+    flags = "--max-new-tokens 4 --dtype float32".split()
     for number, start in ((1, "\ufffd[2JHi"), (2, "--- sample 1\n\ufffd[2JHi")):
         out = run_main(run_dir, "\x1b[2JHi", "--num-samples", number, *flags).out
         assert out.startswith(start) and "\x1b" not in out and out.count("--- sample") == number // 2 * 2
@@ -132,7 +133,7 @@ def test_a_network_beyond_float16_is_named(run_main, tmp_path):
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(60_000)  # finite in float16, but not the logits
     checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    message = run_main(tmp_path, "Hi", "--dtype", "float16", "--device", "cpu", exit_code=1).err
+    message = run_main(tmp_path, *"Hi --dtype float16 --device cpu".split(), exit_code=1).err
     assert "in float16: " in message and "--dtype float32" in message
 
 

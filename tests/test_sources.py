@@ -92,7 +92,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_files_are_downloaded_and_deleted_one_by_one(tmp_path, hub, monkeypatch):
     out = tmp_path / "out"
-    command = ("--source", "owner/web", "--subset", "sample/", "--shard-size", 20_000, "--out", out)
+    command = (*"--source owner/web --subset sample/ --shard-size 20000 --out".split(), out)
     on_disk = []
 
     def read_and_count_files(path, column):

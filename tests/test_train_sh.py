@@ -13,7 +13,7 @@ import time
 
 import pytest
 from faults import hub_server
-from helpers import ROOT, TINY_FLAGS, make_shards, read_table
+from helpers import ROOT, TINY_FLAGS, make_shards, read_table, write_script
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
@@ -305,7 +305,7 @@ def test_checkpoints_are_pushed_while_it_trains(pod):
 def test_another_version_of_runpodctl(rented, known, removed):
     """Also one that fails at first: the command that ends the bill is tried again."""
     script = f'#!/bin/sh\necho x >>tries\n[ $(wc -l <tries) -gt 2 ] && [ "$1 $2" = "{known}" ] || exit 1\n'
-    rented.add_tool("bin/runpodctl", f'{script}echo "$@" > "$POD/removed"\n')
+    write_script(rented.root / "bin/runpodctl", f'{script}echo "$@" > "$POD/removed"\n')
     rented.start()
     last_line = rented.wait_until_ended().splitlines()[-1]
     assert rented.read("removed") == removed
@@ -319,9 +319,9 @@ def test_pod_from_rent_to_removal(tmp_path):
     pod.mkdir()
     run, last_step = pod / "log" / "quickstart", 80
     make_shards(pod / "toy")
-    flags = [*TINY_FLAGS, "--model.vocab-size", "50304", "--total-batch-size", "64", "--micro-batch-size", "1"]
-    flags += ["--max-steps", str(last_step), "--val-every", "20", "--val-tokens", "256", "--save-every", "5"]
-    command = ["bash", str(ROOT / "train.sh"), "quickstart", *flags, "--data-dir", "toy"]
+    flags = f"""--model.vocab-size 50304 --total-batch-size 64 --micro-batch-size 1 --max-steps {last_step}
+    --val-every 20 --val-tokens 256 --save-every 5 --data-dir toy""".split()
+    command = ["bash", str(ROOT / "train.sh"), "quickstart", *TINY_FLAGS, *flags]
 
     def start():
         """Returns the command that stops the run, which is printed before the terminal is closed."""

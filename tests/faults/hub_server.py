@@ -59,9 +59,13 @@ class Hub:
         for name, value in self.env().items():
             monkeypatch.setenv(name, value)
         home = self.env()["HF_HOME"]
-        template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
-        values = {"ENDPOINT": self.url, "HF_HUB_CACHE": home, "HF_TOKEN_PATH": f"{home}/token"}
-        for name, value in {**values, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
+        values = {
+            "ENDPOINT": self.url,
+            "HF_HUB_CACHE": home,
+            "HF_TOKEN_PATH": f"{home}/token",
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
+        }
+        for name, value in values.items():
             monkeypatch.setattr(constants, name, value)
 
     def add_hostile_file(self, path: str) -> None:
