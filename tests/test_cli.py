@@ -33,7 +33,7 @@ def end(tmp_path, monkeypatch, capsys):
     return run
 
 
-def os_error(name: str) -> OSError:
+def os_error(name):
     return OSError(getattr(errno, name), os.strerror(getattr(errno, name)), "log/mine")
 
 

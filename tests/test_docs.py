@@ -46,7 +46,7 @@ PATCH_FLAGS = {flag for text in PATCHES.values() for flag in re.findall(r"--[\w.
 OTHERS |= PATCHES.keys() | {"val_loss_ema"} | {f"{name}.diff" for name in PATCHES}
 
 
-def find_code(name: str) -> list[str]:
+def find_code(name):
     """The blocks and inline code of a page, but for diffs, and for what a table has beside its last column, "here"."""
     text = PAGES[name].replace("\\\n", " ")
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -58,7 +58,7 @@ def find_code(name: str) -> list[str]:
     return [*blocks, *re.findall(r"^    +(.*)", text, re.MULTILINE), *spans]
 
 
-def find_commands(name: str) -> list[list[str]]:
+def find_commands(name):
     """[script, argument, ...] of each command of a page that runs a script of the project."""
     script = r"(?:python |torchrun (?:[^#\n]* )?|(?=\./train\.sh))(\w+\.py|\./train\.sh)\b"
     command = script + r"((?:(?! && |; | < )[^#|\n])*)"
@@ -130,9 +130,9 @@ def test_every_name_in_code_style_exists(name):
     assert sorted(set(missing)) == []
 
 
-def find_anchors(page: str) -> set[str]:
+def find_anchors(path):
     """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -144,7 +144,7 @@ def test_links_between_pages_lead_somewhere(name):
         if path.startswith("http"):
             continue
         target = (ROOT / name).parent / path if path else ROOT / name
-        if not target.is_file() or (anchor and anchor not in find_anchors(target.read_text())):
+        if not target.is_file() or (anchor and anchor not in find_anchors(target)):
             broken.append(link)
     assert broken == []
 
@@ -173,7 +173,7 @@ def test_the_loop_over_prompts_runs(tmp_path, capsys):
     assert re.search("^Once upon a time.*^The capital of France is", capsys.readouterr().out, re.MULTILINE | re.DOTALL)
 
 
-def find_python(name: str) -> list[str]:
+def find_python(name):
     """The indented blocks of a page, but for commands of a shell and the drawing of a step."""
     blocks = map(textwrap.dedent, re.findall(r"(?:^ {4}.*\n)+", PAGES[name], re.MULTILINE))
     return [block for block in blocks if not re.search(r"^(?:cp|make|python) |\+->", block, re.MULTILINE)]

@@ -2,10 +2,9 @@
 
 import codecs
 import json
+from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from corpora import SUFFIXES, encode, read_documents, shared_encoder, write_documents, write_token_file
 
@@ -58,16 +57,6 @@ def test_a_file_that_is_cut_is_named(tmp_path, suffix):
         read_documents(path)
 
 
-def make_parquet(values) -> bytes:
-    file = pa.BufferOutputStream()
-    pq.write_table(pa.table({"text": values}), file)
-    return file.getvalue().to_pybytes()
-
-
-def make_ids(*ids) -> bytes:
-    return np.array(ids, "<u2").tobytes()
-
-
 @pytest.mark.parametrize("name, content, named", [
     ("a.txt", "café".encode("latin-1"), "utf-8"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 0}', "line 2"),
@@ -75,16 +64,18 @@ def make_ids(*ids) -> bytes:
     ("a.jsonl", b'[{"text": "a"}]', "line 1"),
     ("a.jsonl", b'{"body": "a"}', "'text' but body"),
     ("a.jsonl", b'{"text": [{"role": "user", "content": "Hello"}]}', "'role': 'user'.*jsonl"),
-    ("a.parquet", make_parquet([7, 2]), "int64"),
-    ("a.parquet", make_parquet([b"one", b"caf\xe9"]), "row 2"),
-    ("a.bin", make_ids(300, 50257), r"token 1 is id 50257.*--model\.vocab-size"),
-    ("a.bin", make_ids(*range(65)), "input.txt"),
+    ("a.parquet", [7, 2], "int64"),
+    ("a.parquet", [b"one", b"caf\xe9"], "row 2"),
+    ("a.bin", [300, 50257], r"token 1 is id 50257.*--model\.vocab-size"),
+    ("a.bin", range(65), "input.txt"),
     ("a.bin.gz", b"", ".bin.gz"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, name, content, named):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{tmp_path / name}.*{named}"):
-        read_documents(tmp_path / name)
+    path = tmp_path / name
+    write = {".parquet": write_documents, ".bin": write_token_file}.get(path.suffix, Path.write_bytes)
+    write(path, content)
+    with pytest.raises(UserError, match=f"{path}.*{named}"):
+        read_documents(path)
 
 
 def test_an_error_of_a_reader_itself_is_not_the_files(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import torch
 from corpora import read_bytes
 from faults import hub_server
 from faults.hub_server import Fault
-from helpers import load_metrics, load_weights, make_shards, run_main, same_bits, write_jsonl
+from helpers import load_metrics, load_weights, make_shards, read_table, run_main, same_bits, write_jsonl
 
 from system.files import lock_folder
 from system.huggingface import open_hub
@@ -177,7 +177,7 @@ def test_xet_storage_is_not_asked_of_a_mirror(monkeypatch, endpoint, is_disabled
 # ------------------------------------------------------------------------- models
 
 
-def list_checkpoints(folder: Path) -> str:
+def list_checkpoints(folder):
     """The checkpoints in a folder: "model_00012 optim_00012"."""
     return " ".join(sorted(path.stem for path in folder.glob("*.pt")))
 
@@ -216,10 +216,14 @@ def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
         (copy / name).unlink()
 
 
-@pytest.mark.parametrize("flags, names", [
-    ("--steps best --with-optimizer", "model_00003 model_00006 model_00012 optim_00012"),
-    ("--steps all", "model_00003 model_00006 model_00012"),
-])  # fmt: skip
+# Flags | what the repository then has.
+CHOSEN = """
+--steps best --with-optimizer | model_00003 model_00006 model_00012 optim_00012
+--steps all                   | model_00003 model_00006 model_00012
+"""
+
+
+@pytest.mark.parametrize("flags, names", read_table(CHOSEN))
 def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
     """Beside what was pushed before. A pull takes the newest."""
     run("push-model", trained_run / "model_00006.pt", "tester/run")

@@ -78,16 +78,21 @@ def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monke
 # ------------------------------------------------------------------------- the result
 
 
-@pytest.mark.parametrize("losses, named", [
-    ({0: 9.0, 6: 3.25, 12: 4.0}, ["3.2500", "model_00006.pt"]),  # the best is saved
-    ({0: 2.5, 6: 3.25, 12: 4.0}, ["2.5000 at step 0", "not saved", "model_00012.pt"]),
-    ({}, ["model_00012.pt"]),
-])  # fmt: skip
+# The losses of steps 0, 6 and 12, of which the first is not saved | what is named.
+RESULTS = """
+9.0 3.25 4.0 | lowest, 3.2500, model_00006.pt
+2.5 3.25 4.0 | lowest, 2.5000 at step 0, not saved, model_00012.pt
+             | model_00012.pt
+"""
+
+
+@pytest.mark.parametrize("losses, named", read_table(RESULTS))
 def test_the_best_step_is_that_of_all_evaluations(trained_run, capsys, losses, named):
-    write_jsonl(trained_run / "metrics.jsonl", [{"step": step, "val_loss": loss} for step, loss in losses.items()])
+    rows = [{"step": 6 * i, "val_loss": float(loss)} for i, loss in enumerate(losses.split())]
+    write_jsonl(trained_run / "metrics.jsonl", rows)
     plan.print_result(parse_config("quickstart", "--out-dir", trained_run), 0, 12, 60.0)
     out = capsys.readouterr().out
-    assert all(text in out for text in named) and ("lowest" in out) == bool(losses)
+    assert all(text in out for text in named.split(", ")) and ("lowest" in out) == bool(losses)
 
 
 # ------------------------------------------------------------------------- --dry-run

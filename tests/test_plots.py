@@ -231,7 +231,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").exists()
 
 
-def count_pictures(notebook) -> list[int]:
+def count_pictures(notebook):
     """In the outputs of each cell of code."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells]

@@ -133,12 +133,13 @@ def test_a_dataset_with_a_name_is_a_folder_of_parquet_in_order(tmp_path, hub, so
     write_documents(hub.repos.parent / repo / subset / "notes.jsonl", ["not this"])
     hub.add_hostile_file(f"{subset}../../../x.parquet")
 
-    run_fineweb("--source", source, "--out", tmp_path / "out")
+    out = tmp_path / "out"
+    run_fineweb("--source", source, "--out", out)
 
-    manifest = shards.read_manifest(tmp_path / "out")
+    manifest = shards.read_manifest(out)
     assert (manifest.source.name, manifest.source.subset, manifest.limit_tokens) == (repo, subset, limit)
     assert [file.path for file in manifest.source.files] == names
-    assert read_tokens(tmp_path / "out") == encode(names)
+    assert read_tokens(out) == encode(names)
 
 
 # ------------------------------------------------------------------------- files of a split
@@ -156,16 +157,17 @@ SPLITS = """
 def test_the_card_says_which_files_a_split_has(tmp_path, hub, flags, documents):
     for name in ("train-0", "test-0", "train-1"):
         write_documents(hub.repos / "mine" / f"{name}.jsonl.gz", [name])
-    command = ("--source", "owner/web", *flags.split(), "--out", tmp_path / "out")
-    run_fineweb(*command)
-    assert read_tokens(tmp_path / "out") == encode(documents.split())
+    out = tmp_path / "out"
+    command = ("--out", out, "--source", "owner/web")
+    run_fineweb(*command, *flags.split())
+    assert read_tokens(out) == encode(documents.split())
 
     # A finished folder asks the Hub nothing; another choice needs another folder.
     requests = len(hub.log)
-    run_fineweb(*command)
+    run_fineweb(*command, *flags.split())
     assert len(hub.log) == requests
     with pytest.raises(UserError, match=r"not part-a/"):
-        run_fineweb("--source", "owner/web", "--subset", "part-a/", "--out", tmp_path / "out")
+        run_fineweb(*command, "--subset", "part-a/")
 
 
 # What follows --source | what the message names.
