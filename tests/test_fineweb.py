@@ -180,10 +180,9 @@ class Killed(BaseException):
 def crash_at(write):
     """In the block, which a kill ends, os.replace fails at its call number `write`. Every file is written by renaming
     it."""
-    with mock.patch("os.replace", wraps=os.replace) as replace:
-        replace.side_effect = [mock.DEFAULT] * (write - 1) + [Killed]
-        with pytest.raises(Killed):
-            yield
+    effects = [mock.DEFAULT] * (write - 1) + [Killed]
+    with mock.patch("os.replace", wraps=os.replace, side_effect=effects), pytest.raises(Killed):
+        yield
 
 
 @pytest.fixture

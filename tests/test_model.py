@@ -96,21 +96,23 @@ def test_parameters_and_flops_are_the_published_ones():
     assert model.flops_per_token(1024) == 6 * in_matmuls + 12 * 12 * 768 * 1024
 
 
-OF_WIDTH = (3 * 256) ** -0.5
+# Settings | the standard deviations of wte and head; of c_attn and c_fc; of both c_proj, which are divided by
+# sqrt(2 * 8) = 4. 0.0361 is 1 / sqrt(3 * 256).
+INITIAL = """
+{"embedding_norm": true}                                                    | 0.02 0.02 0.02 0.02 0.005 0.005
+{"embedding_norm": true, "tied_head": false, "zero_init_projections": true} | 1.0 0.0 0.02 0.02 0.0 0.0
+{"init_std": 0.0}                                                           | 0.0361 0.0361 0.0361 0.0361 0.009 0.009
+"""
 
 
-@pytest.mark.parametrize("options, wte, inside, projection, head", [
-    ({"embedding_norm": True}, 0.02, 0.02, 0.02 / 4, 0.02),  # sqrt(2 * 8) = 4; the head shares the embedding's weights
-    ({"embedding_norm": True, "tied_head": False, "zero_init_projections": True}, 1, 0.02, 0, 0),
-    ({"init_std": 0.0}, OF_WIDTH, OF_WIDTH, OF_WIDTH / 4, OF_WIDTH),
-])  # fmt: skip
-def test_initial_weights_are_those_of_the_recipes(options, wte, inside, projection, head):
+@pytest.mark.parametrize("settings, expected", read_table(INITIAL))
+def test_initial_weights_are_those_of_the_recipes(settings, expected):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=1000, n_layer=8, n_head=4, n_embd=256, **options))
+    model = GPT(GPTConfig(vocab_size=1000, n_layer=8, n_head=4, n_embd=256, **json.loads(settings)))
     attn, mlp = model.transformer.h[3].attn, model.transformer.h[3].mlp
     modules = (model.transformer.wte, model.lm_head, attn.c_attn, mlp.c_fc, attn.c_proj, mlp.c_proj)
     found = [module.weight.std().item() for module in modules]
-    assert found == pytest.approx([wte, head, inside, inside, projection, projection], rel=0.02)
+    assert found == pytest.approx([float(number) for number in expected.split()], rel=0.02)
     assert not attn.c_attn.bias.any()
 
 

@@ -165,8 +165,9 @@ def test_a_batch_job_lasts_as_long_as_its_run(pod, place, plan, name, exit_code)
     """In the foreground, as also process 1 of a container does. It passes on a signal, and the run's exit code."""
     command = pod.command("--out-dir", pod.run.name)
     if place == "process 1":
-        command = ["unshare", "--pid", "--fork", *command]
-        if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode:
+        unshare = ("unshare", "--pid", "--fork")
+        command = [*unshare, *command]
+        if subprocess.run([*unshare, "true"], capture_output=True).returncode:
             pytest.skip("needs the right to make a process namespace")
     env = {**pod.env, place: "7", "PLAN": plan}
     job = subprocess.Popen(command, cwd=pod.root, env=env, stdout=subprocess.PIPE, text=True)
