@@ -187,8 +187,9 @@ def test_a_nanogpt_file_is_read(tmp_path, is_gpt2s):
     model = make_network(vocab_size=65, bias=is_gpt2s, tied_head=is_gpt2s, activation="gelu_erf")
     weights = {f"_orig_mod.{name}": weight for name, weight in model.state_dict().items()}  # torch.compile's prefix
     weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # old torch: the mask is a buffer
-    content = {"model": weights, "optimizer": {"state": {}}, "model_args": {"n_head": 4, "dropout": 0.0}}
-    torch.save(content | {"iter_num": 250}, tmp_path / "ckpt.pt")
+    arguments = {"n_head": 4, "dropout": 0.0}
+    content = {"model": weights, "optimizer": {"state": {}}, "model_args": arguments, "iter_num": 250}
+    torch.save(content, tmp_path / "ckpt.pt")
 
     loaded, step = convert.load_old(tmp_path / "ckpt.pt")
 

@@ -35,7 +35,7 @@ OTHERS = set("""
     convert_hf_to_gguf num_ctx trust_remote_code from_pretrained save_pretrained generated_text GPT2LMHeadModel
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
-    hf_ instance_ids DictReader field_size_limit MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
+    val_loss_ema hf_ instance_ids DictReader field_size_limit MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
     --gpus-per-node --constraint --exclude --local-addr --model_args --batch_size --max_steps
 """.split())  # fmt: skip
 
@@ -43,7 +43,7 @@ OTHERS = set("""
 # The flags and names of the worked changes.
 PATCHES = {path.stem: path.read_text() for path in ROOT.glob("docs/patches/*.diff")}
 PATCH_FLAGS = {flag for text in PATCHES.values() for flag in re.findall(r"--[\w.-]+", text.partition("diff --git")[0])}
-OTHERS |= PATCHES.keys() | {"val_loss_ema"} | {f"{name}.diff" for name in PATCHES}
+OTHERS |= PATCHES.keys() | {f"{name}.diff" for name in PATCHES}
 
 
 def find_code(name):

@@ -11,7 +11,6 @@ from corpora import SUFFIXES, encode, read_documents, shared_encoder, write_docu
 import fineweb
 from system.errors import UserError
 from tokens import documents, shards
-from tokens.documents import read_chunks
 from tokens.tokenizer import EOT
 
 WORDS = " ".join(f"wörd{i},\r\n  'and' 🙂" for i in range(80)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end"
@@ -24,7 +23,7 @@ def tokens_of(monkeypatch):
     monkeypatch.setattr(fineweb, "bulk_encoder", shared_encoder)
 
     def encode_files(*paths):
-        chunks = read_chunks(paths, 0, "text")
+        chunks = documents.read_chunks(paths, 0, "text")
         return [i for ids, _ in fineweb.tokenize(chunks) for i in ids.tolist()]
 
     return encode_files
@@ -40,7 +39,7 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, tokens_of,
     assert tokens_of(*paths) == encode(DOCUMENTS * 2)
 
     # A chunk ends with the text that fills it.
-    chunks = list(read_chunks(paths, 7, "text"))
+    chunks = list(documents.read_chunks(paths, 7, "text"))
     sizes = [[len(text) for text, _, _ in chunk] for chunk in chunks]
     assert all(sum(size[:-1]) < chunk_bytes for size in sizes)
     assert {file for chunk in chunks for _, _, file in chunk} == {7, 8}
@@ -117,7 +116,7 @@ def test_a_long_text_is_cut_at_any_line_end(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 100)
     for line_end in ("\n", "\r\n", " "):
         (tmp_path / "a.txt").write_bytes(f"日本語の文章{line_end}".encode() * 500)
-        (chunk,) = read_chunks([tmp_path / "a.txt"], 0, "text")
+        (chunk,) = documents.read_chunks([tmp_path / "a.txt"], 0, "text")
         assert max(len(text) for text, _, _ in chunk) < 200
 
 

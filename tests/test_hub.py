@@ -56,13 +56,13 @@ def run(hub, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def data(tmp_path) -> Path:
+def data(tmp_path):
     """A folder of shards with their manifest."""
     return make_shards(tmp_path / "data", size=2000)
 
 
 @pytest.fixture
-def published(hub, data) -> Path:
+def published(hub, data):
     """The repository tester/toy, whose shards are those of `data`."""
     return shutil.copytree(data, hub.root / "datasets/tester/toy")
 

@@ -211,18 +211,17 @@ def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
 
 def test_the_price_has_what_is_done_between_steps():
     """Each at 0, 250, ..., 19,000 and 19,073; at 100,000 tokens a second in training, and three times that forward."""
-    cfg = replace(PRESETS["gpt2-124m"], val_every=0, hellaswag_every=0, sample_every=0, save_every=0)
     seconds = {
         "val_every": 78 * 10_485_760 / 300_000,
         "hellaswag_every": 78 * plan.HELLASWAG_TOKENS / 0.69 / 300_000,
         "sample_every": 78 * 48 * 0.01,
         "save_every": 78 * 1.5e9 / 2e10,
     }
+    facts = (int(1.5e9), 0, 19_073, 1e5)
+    nothing, everything = (replace(PRESETS["gpt2-124m"], **dict.fromkeys(seconds, every)) for every in (0, 250))
     for name, expected in seconds.items():
-        only = replace(cfg, **{name: 250})
-        assert plan.predict_pauses_s(only, int(1.5e9), 0, 19_073, 1e5) == pytest.approx(expected), name
-    everything = replace(cfg, **dict.fromkeys(seconds, 250))
-    assert plan.predict_pauses_s(everything, int(1.5e9), 0, 19_073, 1e5) == pytest.approx(sum(seconds.values()))
+        assert plan.predict_pauses_s(replace(nothing, **{name: 250}), *facts) == pytest.approx(expected), name
+    assert plan.predict_pauses_s(everything, *facts) == pytest.approx(sum(seconds.values()))
 
     # And the line adds up.
     everything = replace(everything, gpu_hour_usd=100.0)

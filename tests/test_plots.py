@@ -182,18 +182,23 @@ def test_a_run_that_diverged_does_not_squash_the_others(draw, tmp_path):
             assert {line.get_color() for line in ax.lines if len(line.get_xdata()) > 2} == set(colours)
 
 
-RECIPES = [("gpt2-124m", 19_073, True), ("record8-124m", 4578, True), ("record8-124m", 99, False)]
+# A preset | the steps of a run | how many public runs are drawn behind it.
+RECIPES = """
+gpt2-124m    | 19073 | 1
+record8-124m | 4578  | 1
+record8-124m | 99    | 0
+"""
 
 
-@pytest.mark.parametrize("preset, steps, is_drawn", RECIPES)
-def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, capsys, preset, steps, is_drawn):
+@pytest.mark.parametrize("preset, steps, drawn", read_table(RECIPES))
+def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, capsys, preset, steps, drawn):
     reference = next(found for found in read_references() if found.preset == preset)
-    recipe = {"preset": preset, "resolved_max_steps": steps}
+    recipe = {"preset": preset, "resolved_max_steps": int(steps)}
     run = write_run(tmp_path / "run", 2001, ("val_loss", "hellaswag_acc_norm"), **recipe)
     assert not draw(run)[0]["Loss"].collections
     panels, _ = draw(run, reference=True)
-    assert (f"{run}: no public run" in capsys.readouterr().out) != is_drawn
-    assert len(panels["HellaSwag"].collections) == len(panels["Loss"].collections) == is_drawn
+    assert (f"{run}: no public run" in capsys.readouterr().out) == (drawn == "0")
+    assert len(panels["HellaSwag"].collections) == len(panels["Loss"].collections) == int(drawn)
     for band in panels["Loss"].collections:
         vertices = band.get_paths()[0].vertices  # (N, 2): x, loss
         losses = vertices[vertices[:, 0] == 1000, 1]
