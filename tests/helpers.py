@@ -130,6 +130,18 @@ def read_jsonl(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_table(text: str) -> list[list[str]]:
+    """The cells of each row of a table, whose columns are divided by "|": what pytest.mark.parametrize takes."""
+    return [[cell.strip() for cell in row.split("|")] for row in text.strip("\n").splitlines()]
+
+
+def write_script(path: Path, text: str) -> None:
+    """An executable file, in a folder that need not exist yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def load_metrics(run) -> list[dict]:
     """The lines of a run's metrics.jsonl."""
     return read_jsonl(Path(run) / "metrics.jsonl")

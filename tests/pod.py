@@ -1,9 +1,10 @@
 """A pod for train.sh, which is the real one with shorter waits; torchrun, the trainer, hub.py, runpodctl and df are
 stand-ins.
 
-    with Pod(tmp_path) as pod:
-        pod.start(PLAN="crash finish")     # the first start of the trainer crashes, the restart finishes
-        assert "training finished" in pod.wait_until_ended()
+    pod = Pod(tmp_path)
+    pod.start(PLAN="crash finish")         # the first start of the trainer crashes, the restart finishes
+    assert "training finished" in pod.wait_until_ended()
+    pod.kill()                             # what is left of it
 
 The words of PLAN say what each start of the trainer does; the last word serves all later starts. HUB_DOES is what a
 push does, as a command of bash; DISK is what df says of the run folder. The files starts, pushed and removed have the
@@ -15,7 +16,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from helpers import ROOT
+from helpers import ROOT, write_script
 from processes import wait_for
 
 # Stands in for Python, as far as train.sh calls it. $POD is the folder of the pod; the status file is in the run's.
@@ -51,82 +52,73 @@ esac
 
 
 class Pod:
-    """A folder in which train.sh is called, and a PATH of stand-ins. Its runs go to the folder `run`."""
+    """A folder in which train.sh is called, and a PATH of stand-ins. Its runs go to the folder `run`, whose name must
+    not be split."""
 
-    def __init__(self, root: Path, run: str = "run"):
-        self.root, self.run = root, root / run
+    def __init__(self, root):
+        self.root, self.run = root, root / "my run"
         self.seconds = {"restart_delay_s": "0", "remove_delay_s": "0.01", "push_pause_s": "0.01", "show_log_s": "0.01"}
-        (root / "bin").mkdir(parents=True)
+        write_script(root / "project/.venv/bin/python", PYTHON)
+        write_script(root / "bin/runpodctl", '#!/bin/sh\necho "$@" >> "$POD/removed"\n')
+        write_script(root / "bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4}\n")
         os.mkfifo(root / "never")
-        self.add_tool("project/.venv/bin/python", PYTHON)
-        self.add_tool("bin/runpodctl", '#!/bin/sh\necho "$@" >> "$POD/removed"\n')
-        self.add_tool("bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4}\n")
         self.env = {"PATH": f"{root}/bin:{os.environ['PATH']}", "POD": str(root), "RUNPOD_POD_ID": "pod7"}
-        self.started: list[int] = []  # the supervisors, which lead sessions
+        self.started = []  # the supervisors, which lead sessions
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        """No process is left of the sessions that train.sh has begun."""
+    def kill(self):
+        """End the sessions that train.sh has begun."""
         for pid in self.started:
             subprocess.run(["pkill", "-KILL", "-s", str(pid)])
 
-    def add_tool(self, name: str, script: str) -> None:
-        """Write an executable script."""
-        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / name).write_text(script)
-        (self.root / name).chmod(0o755)
-
-    def add_checkpoint(self, folder: str, step: int) -> None:
+    def add_checkpoint(self, folder, step):
         """Put a checkpoint of some step into a folder of the pod."""
         (self.root / folder).mkdir(parents=True, exist_ok=True)
         (self.root / folder / f"model_{step:05d}.pt").touch()
 
-    def command(self, *args: object) -> list[str]:
+    def command(self, *args):
         """The command line of train.sh, in whose text the pod's waits take the place of the usual ones."""
         script = (ROOT / "train.sh").read_text()
         for name, value in self.seconds.items():
             script, count = re.subn(rf"(?m)^{name}=[^#\n]*", f"{name}={value} ", script)
             assert count == 1, name
-        self.add_tool("project/train.sh", script)
+        write_script(self.root / "project/train.sh", script)
         return [f"{self.root}/project/train.sh", *map(str, args)]
 
-    def call(self, *args: object, check=True, **env: str) -> subprocess.CompletedProcess:
-        """Call train.sh with exactly these arguments; returns once the run is in the background."""
+    def call(self, *args, check=True, **env):
+        """Call train.sh with exactly these arguments; returns the finished process, whose run is in the background."""
         how = {"cwd": self.root, "env": {**self.env, **env}, "text": True, "timeout": 60}
         done = subprocess.run(self.command(*args), stdin=subprocess.DEVNULL, capture_output=True, **how)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         self.started += map(int, re.findall(r", pid (\d+)", done.stdout))
         return done
 
-    def start(self, *args: object, **settings) -> subprocess.CompletedProcess:
+    def start(self, *args, **settings):
         """Start a run, into the pod's own folder."""
         return self.call(*args, "--out-dir", self.run.name, **settings)
 
     @property
-    def supervisor(self) -> int:
+    def supervisor(self):
         """The process id of the newest supervisor."""
         return self.started[-1]
 
-    def start_and_train(self, *args: object, **env: str) -> int:
+    def start_and_train(self, *args, **env):
         """Start a run that trains until it is stopped. Returns the trainer's process id."""
         self.start(*args, **{"PLAN": "hang", **env})
         wait_for(lambda: self.read("trainer").strip())
         return int(self.read("trainer").split()[-1])
 
-    def read(self, name: str) -> str:
+    def read(self, name):
         """The content of a file of the pod; "" if it does not exist."""
         path = self.root / name
         return path.read_text() if path.exists() else ""
 
-    def wait_until_ended(self) -> str:
+    def wait_until_ended(self):
         """Wait until the supervisor has ended. Returns the log of the pod's run."""
         wait_for(lambda: not is_alive(self.supervisor))
         return self.read(f"{self.run.name}/train.log")
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Whether the process runs. One that has ended and only waits for its parent (state Z) does not."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()

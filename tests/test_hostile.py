@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,12 +20,12 @@ from weights import checkpoint, convert
 from weights.open_model import open_model
 
 
-def read_data(path: Path) -> bytes:
+def read_data(path):
     data = Loader(path.parent, "train", T=16, vocab_size=50257)
     return data.read(data.order.span(0, data.order.sequences_per_epoch)).tobytes()
 
 
-def to_bytes(content: object) -> bytes:
+def to_bytes(content):
     out = io.BytesIO()
     torch.save(content, out)
     return out.getvalue()
@@ -44,7 +43,7 @@ CHECKED = ("run/model_00012.pt", "run/optim_00012.pt", "data/toy_train_000001.np
 
 
 @pytest.fixture
-def good(tmp_path, one_run) -> Path:
+def good(tmp_path, one_run):
     """A folder with a good file of each format."""
     (tmp_path / "old").mkdir()
     make_shards(tmp_path / "data", size=300)
@@ -129,12 +128,17 @@ def test_a_pickle_in_a_checkpoint_runs_in_no_script(good, one_run, bomb, capsys)
         assert path.name in capsys.readouterr().err
 
 
+NAMES_CODE = """{
+    "auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.X"},
+    "trust_remote_code": true,
+    "custom_generate": "evil/generate"
+}"""
+
+
 def test_modules_beside_the_weights_are_never_imported(good, bomb, monkeypatch):
     """Whatever config.json names; and transformers, which follows such names, is never given it."""
     folder = good / "hf"
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.X"}}
-    config |= {"trust_remote_code": True, "custom_generate": "evil/generate"}
+    config = json.loads((folder / "config.json").read_text()) | json.loads(NAMES_CODE)
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("modeling_x.py", "model.py", "__init__.py"):
         (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")

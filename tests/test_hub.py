@@ -16,7 +16,7 @@ import torch
 from corpora import read_bytes
 from faults import hub_server
 from faults.hub_server import Fault
-from helpers import load_metrics, load_weights, make_shards, run_main, same_bits, write_jsonl
+from helpers import load_metrics, load_weights, make_shards, read_table, run_main, same_bits, write_jsonl
 
 from system.files import lock_folder
 from system.huggingface import open_hub
@@ -56,20 +56,20 @@ def run(hub, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def data(tmp_path) -> Path:
+def data(tmp_path):
     """A folder of shards with their manifest."""
     return make_shards(tmp_path / "data", size=2000)
 
 
 @pytest.fixture
-def published(hub, data) -> Path:
+def published(hub, data):
     """The repository tester/toy, whose shards are those of `data`."""
     return shutil.copytree(data, hub.root / "datasets/tester/toy")
 
 
 def test_a_pull_that_fails_is_completed_by_another(run, hub, published, data, tmp_path):
     out = tmp_path / "out"
-    for fault in (Fault("train_000002.npy", 404, times=10**6), Fault("toy_train_000002.npy")):  # refused; corrupted
+    for fault in (Fault("train_000002.npy", 404), Fault("toy_train_000002.npy")):  # refused; corrupted
         hub.faults = [fault]
         run("pull-data", "tester/toy", out, fails_with=hub.url if fault.code else "train_000002.npy")
         # Without a manifest the folder does not count as complete.
@@ -123,7 +123,7 @@ def test_a_limited_pull_lists_what_is_there(run, published, data, tmp_path):
 # ------------------------------------------------------------------------- what is refused
 
 
-def test_a_push_never_publishes_by_accident(run, hub, published, tmp_path):
+def test_a_push_never_publishes_by_accident(run, published, tmp_path):
     other = make_shards(tmp_path / "other", seed=1, size=2000)
     before = read_bytes(published)
     run("push-data", other, "tester/toy", fails_with="--public")  # it exists, and is public
@@ -157,7 +157,7 @@ def test_what_the_hub_refuses_is_one_message(run, hub, published, data, monkeypa
     run("push-data", data, "tester/toy", token="hf_wrong", fails_with="403")
     run("pull-data", "tester/none", "out", fails_with="404")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub tries again
-    hub.faults.append(Fault("train_000001.npy", 503, times=10**6))
+    hub.faults.append(Fault("train_000001.npy", 503))
     run("pull-data", "tester/toy", "out", fails_with="503")  # the cause, not that the network may be down
 
 
@@ -177,7 +177,7 @@ def test_xet_storage_is_not_asked_of_a_mirror(monkeypatch, endpoint, is_disabled
 # ------------------------------------------------------------------------- models
 
 
-def list_checkpoints(folder: Path) -> str:
+def list_checkpoints(folder):
     """The checkpoints in a folder: "model_00012 optim_00012"."""
     return " ".join(sorted(path.stem for path in folder.glob("*.pt")))
 
@@ -216,16 +216,24 @@ def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
         (copy / name).unlink()
 
 
-@pytest.mark.parametrize("flags, names", [
-    ("--steps best --with-optimizer", "model_00003 model_00006 model_00012 optim_00012"),
-    ("--steps all", "model_00003 model_00006 model_00012"),
-])  # fmt: skip
+# Flags | what the repository then has.
+CHOSEN = """
+--steps best --with-optimizer | model_00003 model_00006 model_00012 optim_00012
+--steps all                   | model_00003 model_00006 model_00012
+"""
+
+
+@pytest.mark.parametrize("flags, names", read_table(CHOSEN))
 def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
     """Beside what was pushed before. A pull takes the newest."""
     run("push-model", trained_run / "model_00006.pt", "tester/run")
     # Step 9 has the lowest val loss, but its weights are gone; the newest step was never evaluated.
-    rows = [{"step": 3, "val_loss": 3.25}, {"step": 6, "val_loss": 3.5}, {"step": 9, "val_loss": 3.125}, {"step": 12}]
-    write_jsonl(trained_run / "metrics.jsonl", rows)
+    (trained_run / "metrics.jsonl").write_text("""\
+{"step": 3, "val_loss": 3.25}
+{"step": 6, "val_loss": 3.5}
+{"step": 9, "val_loss": 3.125}
+{"step": 12}
+""")
     (trained_run / "model_00009.pt").unlink()
 
     run("push-model", trained_run, "tester/run", *flags.split())

@@ -9,19 +9,19 @@ import tomllib
 from importlib.metadata import packages_distributions
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, write_script
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
 # ------------------------------------------------------------------------- the lists of packages and files
 
 
 def test_every_imported_package_is_required():
     """What comes only because another package needs it may be gone with the next version of that one."""
-    setuptools, project = PYPROJECT["tool"]["setuptools"], PYPROJECT["project"]
-    ours = {*setuptools["packages"], *setuptools["py-modules"]}
+    ours, project = {*SETUPTOOLS["packages"], *SETUPTOOLS["py-modules"]}, PYPROJECT["project"]
     imported = set()
     for path in [*ROOT.glob("*.py"), *(path for name in ours for path in ROOT.glob(f"{name}/*.py"))]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -37,11 +37,9 @@ def test_every_imported_package_is_required():
 
 
 def test_a_wheel_has_every_file():
-    setuptools = PYPROJECT["tool"]["setuptools"]
-    assert set(setuptools["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
-    assert set(setuptools["packages"]) == {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    patterns = {f"{name}/{pattern}" for name, found in setuptools["package-data"].items() for pattern in found}
-    assert patterns == {f"{path.parent.name}/{path.name}" for path in ROOT.glob("evaluation/*.csv")}
+    assert set(SETUPTOOLS["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+    assert set(SETUPTOOLS["packages"]) == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert SETUPTOOLS["package-data"] == {"evaluation": [path.name for path in ROOT.glob("evaluation/*.csv")]}
 
 
 # ------------------------------------------------------------------------- make
@@ -65,8 +63,7 @@ def make(tmp_path):
     (tmp_path / "requirements.txt").write_text('numpy\ntorch==2.13.0; sys_platform != "darwin"\n')
     (tmp_path / "constraints.txt").touch()
     (tmp_path / "tests/requirements.txt").touch()
-    (tmp_path / "python3").write_text(RECORDER)
-    (tmp_path / "python3").chmod(0o755)
+    write_script(tmp_path / "python3", RECORDER)
     command = ["make", "UV=", f"PYTHON={tmp_path}/python3"]
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     return lambda *words: subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -85,9 +82,8 @@ def test_torch_comes_alone_and_only_the_one_for_cpus_may_be_replaced(make, tmp_p
 @pytest.mark.parametrize("cuda, build", [("12.4", "/whl/cu126"), ("12.8", "/whl/cu126"), ("13.0", "")])
 def test_torch_is_one_that_the_driver_runs(make, tmp_path, cuda, build):
     """And not 5 GB that it cannot run."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\necho '| NVIDIA-SMI 550.54    Driver Version: 550.54    CUDA Version: {cuda}     |'\n")
-    smi.chmod(0o755)
+    line = f"| NVIDIA-SMI 550.54    Driver Version: 550.54    CUDA Version: {cuda}     |"
+    write_script(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{line}'\n")
     done = make("install", "NVIDIA=/dev/nvidia0", "CC=true")
     install = next(call for call in (tmp_path / "calls").read_text().splitlines() if "pip install" in call)
     assert ("/whl/" in install, "TORCH_BUILD=cu126" in done.stdout) == (bool(build), bool(build)) and build in install

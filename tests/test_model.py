@@ -1,10 +1,12 @@
 """The network is GPT-2 and those after it; loading, recompute and the cache change no result."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 import torch
+from helpers import read_table
 from networks import NETWORKS, make_network
 
 from model import GPT, VOCAB_SIZE, GPTConfig, KVCache, Sampler
@@ -94,18 +96,23 @@ def test_parameters_and_flops_are_the_published_ones():
     assert model.flops_per_token(1024) == 6 * in_matmuls + 12 * 12 * 768 * 1024
 
 
-@pytest.mark.parametrize("options, wte, inside, projection, head", [
-    ({"embedding_norm": True}, 0.02, 0.02, 0.02 / 4, 0.02),  # sqrt(2 * 8) = 4; the head shares the embedding's weights
-    ({"embedding_norm": True, "tied_head": False, "zero_init_projections": True}, 1, 0.02, 0, 0),
-    ({"init_std": 0.0}, (3 * 256) ** -0.5, (3 * 256) ** -0.5, (3 * 256) ** -0.5 / 4, (3 * 256) ** -0.5),
-])  # fmt: skip
-def test_initial_weights_are_those_of_the_recipes(options, wte, inside, projection, head):
+# Settings | the standard deviations of wte and head; of c_attn and c_fc; of both c_proj, which are divided by
+# sqrt(2 * 8) = 4. 0.0361 is 1 / sqrt(3 * 256).
+INITIAL = """
+{"embedding_norm": true}                                                    | 0.02 0.02 0.02 0.02 0.005 0.005
+{"embedding_norm": true, "tied_head": false, "zero_init_projections": true} | 1.0 0.0 0.02 0.02 0.0 0.0
+{"init_std": 0.0}                                                           | 0.0361 0.0361 0.0361 0.0361 0.009 0.009
+"""
+
+
+@pytest.mark.parametrize("settings, expected", read_table(INITIAL))
+def test_initial_weights_are_those_of_the_recipes(settings, expected):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=1000, n_layer=8, n_head=4, n_embd=256, **options))
+    model = GPT(GPTConfig(vocab_size=1000, n_layer=8, n_head=4, n_embd=256, **json.loads(settings)))
     attn, mlp = model.transformer.h[3].attn, model.transformer.h[3].mlp
     modules = (model.transformer.wte, model.lm_head, attn.c_attn, mlp.c_fc, attn.c_proj, mlp.c_proj)
     found = [module.weight.std().item() for module in modules]
-    assert found == pytest.approx([wte, head, inside, inside, projection, projection], rel=0.02)
+    assert found == pytest.approx([float(number) for number in expected.split()], rel=0.02)
     assert not attn.c_attn.bias.any()
 
 
@@ -158,24 +165,27 @@ def test_eot_is_drawn_and_padded_ids_never():
         assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() == VOCAB_SIZE - 1
 
 
-def test_sampling_follows_temperature_top_k_and_top_p():
-    probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    two_likeliest, likeliest = [2 / 3, 1 / 3, 0, 0], [1, 0, 0, 0]
-    for *settings, expected in (
-        (1.0, None, None, probs),
-        (0.5, 0, None, probs**2 / (probs**2).sum()),
-        (1.0, 2, None, two_likeliest),
-        (1.0, None, 0.7, two_likeliest),  # fewer would total 0.5
-        (1.0, None, 0.51, two_likeliest),
-        (1.0, None, 0.74, two_likeliest),
-        (1.0, None, 0.49, likeliest),
-        (1.0, None, 1e-9, likeliest),  # at least one id is always kept
-        (0, 50, None, likeliest),
-        (5e-324, 50, None, likeliest),  # overflows in a division
-    ):
-        drawn = Sampler(*settings, torch.Generator().manual_seed(0)).draw(probs.log().repeat(20_000, 1))
-        frequencies = torch.bincount(drawn, minlength=4) / 20_000
-        torch.testing.assert_close(frequencies, torch.as_tensor(expected).float(), atol=0.015, rtol=0)
+# Temperature, top_k and top_p | how often each of four ids is drawn | why.
+SAMPLING = """
+1.0, null, null  | 0.5, 0.25, 0.15, 0.1       | as their probabilities say
+0.5, 0, null     | 0.725, 0.181, 0.065, 0.029 | as their squares
+1.0, 2, null     | 0.667, 0.333, 0.0, 0.0     | the two likeliest
+1.0, null, 0.7   | 0.667, 0.333, 0.0, 0.0     | fewer would total 0.5
+1.0, null, 0.51  | 0.667, 0.333, 0.0, 0.0     | fewer would total 0.5
+1.0, null, 0.74  | 0.667, 0.333, 0.0, 0.0     | they total 0.75
+1.0, null, 0.49  | 1.0, 0.0, 0.0, 0.0         | the likeliest alone totals 0.5
+1.0, null, 1e-9  | 1.0, 0.0, 0.0, 0.0         | at least one id is always kept
+0, 50, null      | 1.0, 0.0, 0.0, 0.0         | greedy
+5e-324, 50, null | 1.0, 0.0, 0.0, 0.0         | a division overflows
+"""
+
+
+@pytest.mark.parametrize("settings, expected, why", read_table(SAMPLING))
+def test_sampling_follows_temperature_top_k_and_top_p(settings, expected, why):
+    sampler = Sampler(*json.loads(f"[{settings}]"), torch.Generator().manual_seed(0))
+    drawn = sampler.draw(torch.tensor([0.5, 0.25, 0.15, 0.1]).log().repeat(20_000, 1))
+    frequencies = torch.bincount(drawn, minlength=4) / 20_000
+    torch.testing.assert_close(frequencies, torch.tensor(json.loads(f"[{expected}]")), atol=0.015, rtol=0)
 
 
 def test_text_may_outgrow_the_context():

@@ -2,12 +2,11 @@
 
 import json
 import math
-import sys
 
 import nbclient
 import nbformat
 import pytest
-from helpers import ROOT, write_jsonl
+from helpers import ROOT, read_table, run_main, write_jsonl
 
 import plots
 from evaluation.reference import read_references
@@ -103,14 +102,15 @@ s:250 eval:0.2534
 s:250 trl:5.8500 lr:0.000003 norm:1.00
 """),
 }  # fmt: skip
-MEASURED = {
-    "train_loss": [[0, 1, 250], [10.9501, 9.5, 5.85]],
-    "val_loss": [[0, 250], [10.95, 5.9]],
-    "hellaswag_acc_norm": [[250], [0.2534]],
-    "lr": [[0, 1, 250], [1e-6, 2e-6, 3e-6]],
-    "grad_norm": [[0, 1, 250], [15.37, 2.0, 1.0]],
-    "tokens_per_second": [[0, 1, 250], [297_788, 653_033, 653_033]],
-}
+# What they measure: the metric | the steps | the values.
+MEASURED = """
+train_loss         | 0 1 250 | 10.9501 9.5 5.85
+val_loss           | 0 250   | 10.95 5.9
+hellaswag_acc_norm | 250     | 0.2534
+lr                 | 0 1 250 | 1e-6 2e-6 3e-6
+grad_norm          | 0 1 250 | 15.37 2.0 1.0
+tokens_per_second  | 0 1 250 | 297788 653033 653033
+"""
 
 
 @pytest.mark.parametrize("name", LOGS)
@@ -120,8 +120,12 @@ def test_logs_and_consoles_are_read(tmp_path, name):
     lines = text.splitlines()
     (tmp_path / name).write_text(f"{text}{lines[0]}\n{lines[-1][:19]}")
     for path in (tmp_path, tmp_path / name):
-        found = {key: curve.tolist() for key, curve in plots.read_curves(path).items()}
-        assert len(found) == count and found == {key: MEASURED[key] for key in found}
+        found = plots.read_curves(path)
+        assert len(found) == count
+        for key, *curve in read_table(MEASURED):
+            if key in found:
+                assert found.pop(key).tolist() == [[float(number) for number in cell.split()] for cell in curve]
+        assert not found
 
 
 # ------------------------------------------------------------------------- drawing
@@ -178,18 +182,23 @@ def test_a_run_that_diverged_does_not_squash_the_others(draw, tmp_path):
             assert {line.get_color() for line in ax.lines if len(line.get_xdata()) > 2} == set(colours)
 
 
-RECIPES = [("gpt2-124m", 19_073, True), ("record8-124m", 4578, True), ("record8-124m", 99, False)]
+# A preset | the steps of a run | how many public runs are drawn behind it.
+RECIPES = """
+gpt2-124m    | 19073 | 1
+record8-124m | 4578  | 1
+record8-124m | 99    | 0
+"""
 
 
-@pytest.mark.parametrize("preset, steps, is_drawn", RECIPES)
-def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, capsys, preset, steps, is_drawn):
+@pytest.mark.parametrize("preset, steps, drawn", read_table(RECIPES))
+def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, capsys, preset, steps, drawn):
     reference = next(found for found in read_references() if found.preset == preset)
-    recipe = {"preset": preset, "resolved_max_steps": steps}
+    recipe = {"preset": preset, "resolved_max_steps": int(steps)}
     run = write_run(tmp_path / "run", 2001, ("val_loss", "hellaswag_acc_norm"), **recipe)
     assert not draw(run)[0]["Loss"].collections
     panels, _ = draw(run, reference=True)
-    assert (f"{run}: no public run" in capsys.readouterr().out) != is_drawn
-    assert len(panels["HellaSwag"].collections) == len(panels["Loss"].collections) == is_drawn
+    assert (f"{run}: no public run" in capsys.readouterr().out) == (drawn == "0")
+    assert len(panels["HellaSwag"].collections) == len(panels["Loss"].collections) == int(drawn)
     for band in panels["Loss"].collections:
         vertices = band.get_paths()[0].vertices  # (N, 2): x, loss
         losses = vertices[vertices[:, 0] == 1000, 1]
@@ -204,8 +213,7 @@ def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch, capsys):
     (tmp_path / "begun/metrics.jsonl").write_text('{"step": 0}\n{"st')
     monkeypatch.chdir(tmp_path)
     for words in (["a", "b", "begun"], ["a", "--out", "deep/er.svg"], ["a/metrics.jsonl"]):
-        monkeypatch.setattr(sys, "argv", ["plots.py", *words])
-        plots.main()
+        assert run_main("plots.py", *words) == 0
     assert (tmp_path / "curves.png").is_file() and (a / "curves.png").is_file()
     assert "<svg" in (tmp_path / "deep/er.svg").read_text()
     assert "skipped: no measured step in begun" in capsys.readouterr().out
@@ -228,7 +236,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").exists()
 
 
-def count_pictures(notebook) -> list[int]:
+def count_pictures(notebook):
     """In the outputs of each cell of code."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from helpers import make_shards
+from helpers import make_shards, read_table
 
 from system.errors import UserError
 from tokens import shards
@@ -70,11 +70,6 @@ def test_a_bad_shard_is_named(tmp_path, name, content, value):
         shards.read_shard(path)
 
 
-def test_an_id_above_the_vocabulary_is_named():
-    with pytest.raises(UserError, match=r"a.npy: token 1 is id 256.*--model\.vocab-size"):
-        shards.check_ids(np.array([7, 256]), "a.npy", 256)
-
-
 # ------------------------------------------------------------------------- a folder
 
 
@@ -89,23 +84,23 @@ def test_shards_are_sorted_by_number_and_other_files_left_out(tmp_path):
     assert [file.path.name for file in shards.find_shards(str(tmp_path), "val")] == ["x_val_000000.npy"]
 
 
-@pytest.mark.parametrize("name, named", [("t", "toy_val_000000"), ("empty", "train")])
-def test_a_folder_that_is_missing_or_misses_shards_is_named(tmp_path, name, named):
-    (make_shards(tmp_path / "t", size=100) / "toy_val_000000.npy").unlink()
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=f"{tmp_path}/{name}.*{named}"):
-        shards.find_shards(tmp_path / name, "train")
+# A file that is added | files that are taken away | what is named: a shard that would be left out, because it is not in
+# the manifest or has the suffix of no format; or one that is missing.
+CHANGES = r"""
+toy_train_000001.bin    | none     | toy_train_000001.bin.*manifest.json
+toy_train_000003.npy.gz | none     | toy_train_000003.npy.gz.*\.npy or \.bin
+notes.txt               | toy_val* | toy_val_000000
+notes.txt               | *        | train
+"""
 
 
-@pytest.mark.parametrize("name, named", [
-    ("toy_train_000001.bin", MANIFEST), ("toy_train_000003.npy.gz", r"\.npy or \.bin"),
-])  # fmt: skip
-def test_a_shard_that_would_be_left_out_is_named(tmp_path, name, named):
-    """It is not in the manifest, or has the suffix of no format."""
+@pytest.mark.parametrize("added, removed, named", read_table(CHANGES))
+def test_a_folder_that_has_not_just_its_shards_is_named(tmp_path, added, removed, named):
     folder = make_shards(tmp_path / "t", size=100)
-    shards.write_shard(folder / "toy_train_000001.bin", TOKENS)
-    (folder / "toy_train_000001.bin").rename(folder / name)
-    with pytest.raises(UserError, match=f"{folder / name}.*{named}"):
+    (folder / added).touch()
+    for path in folder.glob(removed):
+        path.unlink()
+    with pytest.raises(UserError, match=f"{folder}.*{named}"):
         shards.find_shards(folder, "train")
 
 
@@ -138,24 +133,32 @@ def test_ids_that_uint16_does_not_hold_are_not_written(tmp_path):
 # ------------------------------------------------------------------------- the manifest
 
 
-@pytest.mark.parametrize("of, key, values", [
-    ("manifest", "extra", [1]),
-    ("manifest", "version", [3]),
-    ("manifest", "source", [{}, {"name": "x", "files": [{}]}]),
-    ("manifest", "shards", [[None]]),
-    ("manifest", "tokenizer", ["gpt4"]),
-    # Names that lead elsewhere; hashes that are none.
-    ("shard", "file", ["../x_train_000001.npy", "a\\x_train_000001.npy", "manifest.json", None,
-                       "x_train_000001.npy\n", "\x1bx_train_000001.npy"]),
-    ("shard", "sha256", ["0" * 63, "g" * 64, None]),
-])  # fmt: skip
-def test_hostile_manifests_are_refused(tmp_path, of, key, values):
+# What is changed, in the manifest or in its first shard: names that lead elsewhere, hashes that are none.
+HOSTILE = r"""
+manifest | {"extra": 1}
+manifest | {"version": 3}
+manifest | {"source": {}}
+manifest | {"source": {"name": "x", "files": [{}]}}
+manifest | {"shards": [null]}
+manifest | {"tokenizer": "gpt4"}
+shard    | {"file": "../x_train_000001.npy"}
+shard    | {"file": "a\\x_train_000001.npy"}
+shard    | {"file": "manifest.json"}
+shard    | {"file": null}
+shard    | {"file": "x_train_000001.npy\n"}
+shard    | {"file": "\u001bx_train_000001.npy"}
+shard    | {"sha256": "000000000000000000000000000000000000000000000000000000000000000"}
+shard    | {"sha256": "gggggggggggggggggggggggggggggggggggggggggggggggggggggggggggggggg"}
+shard    | {"sha256": null}
+"""
+
+
+@pytest.mark.parametrize("of, change", read_table(HOSTILE))
+def test_hostile_manifests_are_refused(tmp_path, of, change):
     folder = make_shards(tmp_path / "t", size=1000)
     manifest = asdict(shards.read_manifest(folder))
     harmed = manifest if of == "manifest" else manifest["shards"][0]
-    for value in values:
-        harmed[key] = value
-        (folder / MANIFEST).write_text(json.dumps(manifest))
-        with pytest.raises(UserError, match=MANIFEST):
-            shards.read_manifest(folder)
-            pytest.fail(f"accepted: {value}")
+    harmed |= json.loads(change)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=MANIFEST):
+        shards.read_manifest(folder)

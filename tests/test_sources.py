@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from corpora import encode, read_bytes, read_tokens, run_fineweb, write_documents
 from faults import hub_server
-from helpers import make_documents
+from helpers import make_documents, read_table
 
 from system.errors import UserError
 from tokens import documents as readers
@@ -92,7 +92,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_files_are_downloaded_and_deleted_one_by_one(tmp_path, hub, monkeypatch):
     out = tmp_path / "out"
-    command = ("--source", "owner/web", "--subset", "sample/", "--shard-size", 20_000, "--out", out)
+    command = (*"--source owner/web --subset sample/ --shard-size 20000 --out".split(), out)
     on_disk = []
 
     def read_and_count_files(path, column):
@@ -133,45 +133,55 @@ def test_a_dataset_with_a_name_is_a_folder_of_parquet_in_order(tmp_path, hub, so
     write_documents(hub.repos.parent / repo / subset / "notes.jsonl", ["not this"])
     hub.add_hostile_file(f"{subset}../../../x.parquet")
 
-    run_fineweb("--source", source, "--out", tmp_path / "out")
+    out = tmp_path / "out"
+    run_fineweb("--source", source, "--out", out)
 
-    manifest = shards.read_manifest(tmp_path / "out")
+    manifest = shards.read_manifest(out)
     assert (manifest.source.name, manifest.source.subset, manifest.limit_tokens) == (repo, subset, limit)
     assert [file.path for file in manifest.source.files] == names
-    assert read_tokens(tmp_path / "out") == encode(names)
+    assert read_tokens(out) == encode(names)
 
 
 # ------------------------------------------------------------------------- files of a split
 
 
-@pytest.mark.parametrize("flags, documents", [
-    (("--subset", "english"), ["part-b/0", "part-a/0", "part-a/1"]),
-    (("--subset", "english", "--split", "validation"), ["held-out/one"]),
-    (("--source", "owner/mine"), ["train-0", "train-1"]),  # without a card, by the names of files
-])  # fmt: skip
+# Flags | the documents of the files. Without a card their names decide.
+SPLITS = """
+--subset english                    | part-b/0 part-a/0 part-a/1
+--subset english --split validation | held-out/one
+--source owner/mine                 | train-0 train-1
+"""
+
+
+@pytest.mark.parametrize("flags, documents", read_table(SPLITS))
 def test_the_card_says_which_files_a_split_has(tmp_path, hub, flags, documents):
     for name in ("train-0", "test-0", "train-1"):
         write_documents(hub.repos / "mine" / f"{name}.jsonl.gz", [name])
-    command = ("--source", "owner/web", *flags, "--out", tmp_path / "out")
-    run_fineweb(*command)
-    assert read_tokens(tmp_path / "out") == encode(documents)
+    out = tmp_path / "out"
+    command = ("--out", out, "--source", "owner/web")
+    run_fineweb(*command, *flags.split())
+    assert read_tokens(out) == encode(documents.split())
 
     # A finished folder asks the Hub nothing; another choice needs another folder.
     requests = len(hub.log)
-    run_fineweb(*command)
+    run_fineweb(*command, *flags.split())
     assert len(hub.log) == requests
     with pytest.raises(UserError, match=r"not part-a/"):
-        run_fineweb("--source", "owner/web", "--subset", "part-a/", "--out", tmp_path / "out")
+        run_fineweb(*command, "--subset", "part-a/")
 
 
-@pytest.mark.parametrize("source, flags, named", [
-    ("owner/web", ("--subset", "french", "--split", "test"), "test.*train"),
-    ("owner/web", ("--subset", "fr/", "--split", "test"), "--split test.*fr/"),
-    ("owner/pictures", (), r"a\.png"),
-    ("owner/script", (), "owner/script"),
-    ("owner/elsewhere", (), "owner/elsewhere"),
-])  # fmt: skip
-def test_a_choice_that_is_not_offered_is_refused_and_runs_no_code(tmp_path, hub, source, flags, named):
+# What follows --source | what the message names.
+NOT_OFFERED = r"""
+owner/web --subset french --split test | test.*train
+owner/web --subset fr/ --split test    | --split test.*fr/
+owner/pictures                         | a\.png
+owner/script                           | owner/script
+owner/elsewhere                        | owner/elsewhere
+"""
+
+
+@pytest.mark.parametrize("words, named", read_table(NOT_OFFERED))
+def test_a_choice_that_is_not_offered_is_refused_and_runs_no_code(tmp_path, hub, words, named):
     write_documents(hub.repos / "pictures/a.txt", ["one"]).rename(hub.repos / "pictures/a.png")
     write_documents(hub.repos / "script/x/a.parquet", ["text"])
     (hub.repos / "script/script.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
@@ -180,5 +190,5 @@ def test_a_choice_that_is_not_offered_is_refused_and_runs_no_code(tmp_path, hub,
     (hub.repos / "elsewhere/README.md").write_text(f"---\n{card}\n---\n")
 
     with pytest.raises(UserError, match=named):
-        run_fineweb("--source", source, *flags, "--out", tmp_path / "out")
+        run_fineweb("--source", *words.split(), "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "marker").exists()

@@ -1,5 +1,6 @@
 # ruff: noqa: RUF001
-"""The encoding: GPT-2's, offline, and the same in bulk as one text at a time."""
+"""The encoding: GPT-2's, and offline. test_fineweb.py compares the one in bulk with that of one text at a time, and
+test_convert.py that one with transformers'."""
 
 import importlib.util
 import os
@@ -10,19 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, TRICKY_TEXTS
+from helpers import ROOT
 
 from system.errors import UserError
 from tokens import tokenizer
-
-
-def test_the_bulk_encoder_equals_the_reference():
-    encoding = tokenizer.encoding()
-    ids_of_texts = tokenizer.bulk_encoder().encode_batch(TRICKY_TEXTS).tolist()
-    for text, ids in zip(TRICKY_TEXTS, ids_of_texts, strict=True):
-        assert ids == encoding.encode_ordinary(text), text[:40]
-        assert all(i < tokenizer.EOT for i in ids) and encoding.decode(ids) == text
-
 
 # The same text in English, German, Russian and Chinese.
 TEXTS = """

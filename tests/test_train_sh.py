@@ -5,7 +5,6 @@ pod.py has stand-ins for what it calls. The last test has every real part but th
 
 import fcntl
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import time
 
 import pytest
 from faults import hub_server
-from helpers import ROOT, TINY_FLAGS, make_shards
+from helpers import ROOT, TINY_FLAGS, make_shards, read_table, write_script
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
@@ -25,26 +24,21 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 @pytest.fixture
 def pod(tmp_path):
-    with Pod(tmp_path / "model_1 [a]", run="my run") as pod:  # a name is neither split, nor taken for a pattern
-        yield pod
+    pod = Pod(tmp_path / "model_1 [a]")  # a name is neither split, nor taken for a pattern
+    yield pod
+    pod.kill()
 
 
 @pytest.fixture
 def rented(pod):
-    """A pod of two GPUs whose end is to push, and then to remove it."""
-    pod.env |= {"PUSH_TO": "me/x", "REMOVE_POD": "1", "GPU_HOUR_USD": "2.5"}
+    """A pod of eight GPUs whose end is to push, and then to remove it."""
+    pod.env |= {"PUSH_TO": "me/x", "REMOVE_POD": "1", "GPU_HOUR_USD": "2.5", "NPROC": "8"}
     return pod
 
 
-def read_table(text):
-    """[([word, ...], {setting: value}, the rest of the line)] of lines "WORD SETTING=VALUE ... | rest"."""
-    rows = []
-    for line in text.strip("\n").splitlines():
-        words, _, rest = line.partition("|")
-        settings = dict(word.split("=", 1) for word in shlex.split(words) if re.match("[A-Z_]+=", word))
-        others = [word for word in shlex.split(words) if word.split("=")[0] not in settings]
-        rows.append((others, settings, rest.strip()))
-    return rows
+def read_settings(text):
+    """{"NAME": "VALUE", ...} of "NAME=VALUE ..."."""
+    return dict(word.split("=", 1) for word in shlex.split(text))
 
 
 def count_starts(pod):
@@ -70,11 +64,11 @@ log/old/model_00001.pt 6                     | --resume log/old --epochs 6 --max
 """
 
 
-@pytest.mark.parametrize("words, _, given", read_table(COMMANDS))
-def test_the_trainer_writes_where_train_sh_looks(pod, words, _, given):
+@pytest.mark.parametrize("words, given", read_table(COMMANDS))
+def test_the_trainer_writes_where_train_sh_looks(pod, words, given):
     pod.add_checkpoint("log/old", 7)
     pod.root.joinpath("log/old/config.json").write_text('{"resolved_max_steps": 7, "epochs": 3}')
-    done = pod.call(*words)
+    done = pod.call(*words.split())
     pod.wait_until_ended()
     # With a host name that did not resolve, torchrun had not started after 400 seconds; with --local-addr after 21.
     assert "--standalone --nproc_per_node=2 --local-addr=127.0.0.1 " in pod.read("starts")
@@ -84,19 +78,19 @@ def test_the_trainer_writes_where_train_sh_looks(pod, words, _, given):
     assert "training finished" in pod.read(f"{folder}/train.log") and not pod.read("pushed") + pod.read("removed")
 
 
-# What is refused at once | a word of the message.
+# What is refused at once: arguments | settings | a word of the message.
 REFUSED = """
-model_00001.pt 2                              | log/b/model_00001.pt
-model_00007.pt 2                              | model_00007.pt
-nowhere/model_00001.pt                        | nowhere
-log/a/model_00001.pt 2                        | log/a/config.json
-PUSH_EVERY=60                                 | PUSH_TO
-PUSH_TO=me/x NO_TOKEN=1                       |
-REMOVE_POD=1                                  | PERSISTENT=1
-REMOVE_POD=1 PERSISTENT=1 RUNPOD_POD_ID=      | SHUTDOWN_CMD
-REMOVE_POD=1 PERSISTENT=1 DISK=overlay        | PERSISTENT=1
-stop                                          | log/gpt2-124m
-stop log/a                                    | log/a
+model_00001.pt 2       |                                          | log/b/model_00001.pt
+model_00007.pt 2       |                                          | model_00007.pt
+nowhere/model_00001.pt |                                          | nowhere
+log/a/model_00001.pt 2 |                                          | log/a/config.json
+                       | PUSH_EVERY=60                            | PUSH_TO
+                       | PUSH_TO=me/x NO_TOKEN=1                  |
+                       | REMOVE_POD=1                             | PERSISTENT=1
+                       | REMOVE_POD=1 PERSISTENT=1 RUNPOD_POD_ID= | SHUTDOWN_CMD
+                       | REMOVE_POD=1 PERSISTENT=1 DISK=overlay   | PERSISTENT=1
+stop                   |                                          | log/gpt2-124m
+stop log/a             |                                          | log/a
 """
 
 
@@ -104,7 +98,7 @@ stop log/a                                    | log/a
 def test_what_would_fail_later_is_refused_by_name(pod, words, settings, named):
     for folder in ("log/a", "log/b"):
         pod.add_checkpoint(folder, 1)
-    done = pod.call(*words, check=False, **settings)
+    done = pod.call(*words.split(), check=False, **read_settings(settings))
     assert done.returncode == 1 and named in done.stderr
     assert not pod.read("starts") and not (pod.root / "nowhere").exists() and not pod.started
 
@@ -155,30 +149,35 @@ def test_a_stop_saves_and_keeps_the_machine(rented):
     assert "training stopped" in log
 
 
-@pytest.mark.parametrize("place, plan, number, exit_code", [
-    ("process 1", "hang", signal.SIGTERM, 0),
-    ("SLURM_JOB_ID", "hang", signal.SIGUSR1, 0),
-    ("PBS_JOBID", "hang", signal.SIGUSR2, 0),
-    ("LSB_JOBID", "hang", signal.SIGXCPU, 0),
-    ("PBS_JOBID", "crash finish", None, 0),
-    ("process 1", "user-error", None, 1),
-])  # fmt: skip
-def test_a_batch_job_lasts_as_long_as_its_run(pod, place, plan, number, exit_code):
+# Where train.sh runs | what its trainer does | the signal that comes | train.sh's exit code.
+JOBS = """
+process 1    | hang         | SIGTERM | 0
+SLURM_JOB_ID | hang         | SIGUSR1 | 0
+PBS_JOBID    | hang         | SIGUSR2 | 0
+LSB_JOBID    | hang         | SIGXCPU | 0
+PBS_JOBID    | crash finish |         | 0
+process 1    | user-error   |         | 1
+"""
+
+
+@pytest.mark.parametrize("place, plan, name, exit_code", read_table(JOBS))
+def test_a_batch_job_lasts_as_long_as_its_run(pod, place, plan, name, exit_code):
     """In the foreground, as also process 1 of a container does. It passes on a signal, and the run's exit code."""
     command = pod.command("--out-dir", pod.run.name)
     if place == "process 1":
-        command = ["unshare", "--pid", "--fork", *command]
-        if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode:
+        unshare = ("unshare", "--pid", "--fork")
+        command = [*unshare, *command]
+        if subprocess.run([*unshare, "true"], capture_output=True).returncode:
             pytest.skip("needs the right to make a process namespace")
     env = {**pod.env, place: "7", "PLAN": plan}
     job = subprocess.Popen(command, cwd=pod.root, env=env, stdout=subprocess.PIPE, text=True)
-    if number:
+    if name:
         wait_for(lambda: pod.read("trainer").strip())
         assert job.poll() is None
-        os.kill(rank_pids(job.pid)[0] if place == "process 1" else job.pid, number)
+        os.kill(rank_pids(job.pid)[0] if place == "process 1" else job.pid, signal.Signals[name])
     output, _ = job.communicate(timeout=60)
-    assert job.returncode == exit_code and "train.sh: training " in output
-    assert any(pod.run.glob("model_*.pt")) == (exit_code == 0)
+    assert str(job.returncode) == exit_code and "train.sh: training " in output
+    assert any(pod.run.glob("model_*.pt")) == (exit_code == "0")
 
 
 @pytest.mark.parametrize("host, is_running", [(os.uname().nodename, False), ("elsewhere", True)])
@@ -197,24 +196,29 @@ def test_a_stop_touches_no_other_process(pod, host, is_running):
 # ------------------------------------------------------------------------- failures, restarts, time
 
 
-# What the starts of the trainer do, how many there are, and the exit code. A run that gets on is counted anew.
-STARTS = [
-    ("crash", 3, 1),
-    ("user-error finish", 1, 1),
-    ("limit finish", 1, 0),
-    ("crash save-again save-again save-again crash finish", 6, 0),
-]
+# What the starts of the trainer do | how many there are | the exit code. A run that gets on is counted anew.
+STARTS = """
+slow-crash                                          | 3 | 1
+user-error finish                                   | 1 | 1
+limit finish                                        | 1 | 0
+crash save-again save-again save-again crash finish | 6 | 0
+"""
 
 
-@pytest.mark.parametrize("plan, starts, exit_code", STARTS)
+@pytest.mark.parametrize("plan, starts, exit_code", read_table(STARTS))
 def test_crashes_are_restarted_and_nothing_else(pod, plan, starts, exit_code):
+    """The time limit counts over restarts, from the time that each start gets (tests/test_stop.py). The start shows how
+    it has failed, and nothing that an earlier one has left."""
     pod.run.mkdir()
-    (pod.run / "status.json").write_text('{"status": "user_error"}')  # that of an earlier start does not count
+    (pod.run / "status.json").write_text('{"status": "user_error"}')
+    (pod.run / "train.log").write_text("from an earlier start\n")
     pod.seconds["show_log_s"] = "20"
     done = pod.start(PLAN=plan, MAX_RESTARTS="2", check=False)
-    pod.wait_until_ended()
-    assert (count_starts(pod), done.returncode) == (starts, exit_code)
-    assert "train.sh: training " in done.stdout
+    assert "earlier" in pod.wait_until_ended()
+    times = pod.read("times").split()
+    assert [str(len(times)), str(done.returncode)] == [starts, exit_code]
+    assert len(set(times)) == 1 and 0 <= time.time() - int(times[0]) < 60
+    assert "train.sh: training " in done.stdout and "earlier" not in done.stdout
 
 
 @pytest.mark.parametrize("plan", ["crash save-crash finish", "cut save-crash finish"])
@@ -229,14 +233,6 @@ def test_a_restart_resumes_the_runs_own_checkpoint(pod, plan):
     assert third == f"{first} --resume my run"
 
 
-def test_the_time_limit_counts_over_restarts(pod):
-    """The trainer counts from the time that each start gets (tests/test_stop.py)."""
-    pod.start(PLAN="slow-crash slow-crash finish")
-    pod.wait_until_ended()
-    times = pod.read("times").split()
-    assert len(times) == 3 and len(set(times)) == 1 and 0 <= time.time() - int(times[0]) < 60
-
-
 # ------------------------------------------------------------------------- push, and give the machine back
 
 
@@ -249,23 +245,23 @@ def test_a_push_that_fails_is_tried_again(rented):
     assert rented.read("removed") == "pod delete pod7\n"
 
 
-# How a run ends, and what else matters | the command that ends the bill. While the weights are on this machine alone,
+# How a run ends | what else matters | the command that ends the bill. While the weights are on this machine alone,
 # nothing removes it.
 ENDINGS = """
-finish                                   | pod delete pod7
-finish REMOVE_POD=0                      |
-finish HUB_DOES=false                    |
-finish HUB_DOES='exec /bin/sleep 60'     |
-finish HUB_DOES=false PERSISTENT=1       | pod delete pod7
-finish PUSH_TO= PERSISTENT=1             | pod delete pod7
-limit                                    | pod delete pod7
-save-crash                               | pod delete pod7
-save-crash HUB_DOES=false                |
-crash HUB_DOES=false                     | pod delete pod7
-cut HUB_DOES=false                       | pod delete pod7
-unmount HUB_DOES=false                   |
-user-error                               |
-user-error LATE=1                        | pod delete pod7
+finish     |                               | pod delete pod7
+finish     | REMOVE_POD=0                  |
+finish     | HUB_DOES=false                |
+finish     | HUB_DOES='exec /bin/sleep 60' |
+finish     | HUB_DOES=false PERSISTENT=1   | pod delete pod7
+finish     | PUSH_TO= PERSISTENT=1         | pod delete pod7
+limit      |                               | pod delete pod7
+save-crash |                               | pod delete pod7
+save-crash | HUB_DOES=false                |
+crash      | HUB_DOES=false                | pod delete pod7
+cut        | HUB_DOES=false                | pod delete pod7
+unmount    | HUB_DOES=false                |
+user-error |                               |
+user-error | LATE=1                        | pod delete pod7
 """
 
 
@@ -275,20 +271,22 @@ def test_the_only_copy_of_the_weights_is_never_removed(rented, plan, settings, r
         rented.seconds |= {"push_retry_s": "0", "push_try_s": "0.3"}
     if "LATE" in settings:
         rented.seconds["early_mistake_s"] = "-1"
-    rented.start(check=False, PLAN=plan[0], MAX_RESTARTS="0", **settings)
+    rented.start(check=False, PLAN=plan, MAX_RESTARTS="0", **read_settings(settings))
     rented.wait_until_ended()
     assert rented.read("removed").strip() == removed
-    assert plan[0] not in ("crash", "cut") or not rented.read("pushed")
+    assert plan not in ("crash", "cut") or not rented.read("pushed")
 
 
 @pytest.mark.parametrize("hub", ["false", "true"])
 def test_a_kill_at_the_end_keeps_the_machine(rented, hub):
-    """While it waits to push again, or to remove the machine."""
+    """While it waits to push again, or to remove the machine. The log begins and ends with the price."""
     rented.seconds |= {"push_pause_s": "60", "remove_delay_s": "60"}
     rented.start(HUB_DOES=hub)
     wait_for(lambda: rented.read("pushed") if hub == "false" else "in 60 seconds" in rented.read("my run/train.log"))
     os.kill(rented.supervisor, signal.SIGTERM)
-    assert "$5.00" in rented.wait_until_ended().splitlines()[-1]
+    first_line, *_, last_line = rented.wait_until_ended().splitlines()
+    for line in (first_line, last_line):
+        assert "$20.00" in line and "runpodctl pod delete pod7" in line
     assert not rented.read("removed")
 
 
@@ -308,22 +306,11 @@ def test_checkpoints_are_pushed_while_it_trains(pod):
 def test_another_version_of_runpodctl(rented, known, removed):
     """Also one that fails at first: the command that ends the bill is tried again."""
     script = f'#!/bin/sh\necho x >>tries\n[ $(wc -l <tries) -gt 2 ] && [ "$1 $2" = "{known}" ] || exit 1\n'
-    rented.add_tool("bin/runpodctl", f'{script}echo "$@" > "$POD/removed"\n')
+    write_script(rented.root / "bin/runpodctl", f'{script}echo "$@" > "$POD/removed"\n')
     rented.start()
     last_line = rented.wait_until_ended().splitlines()[-1]
     assert rented.read("removed") == removed
-    assert ("$5.00" in last_line) == (not removed)
-
-
-def test_the_log_begins_and_ends_with_the_price(pod):
-    pod.run.mkdir()
-    (pod.run / "train.log").write_text("from an earlier start\n")
-    pod.seconds["show_log_s"] = "20"
-    done = pod.start(PLAN="user-error", GPU_HOUR_USD="2.5", NPROC="8", check=False)
-    earlier, first, *_, last = pod.wait_until_ended().splitlines()
-    for line in (first, last):
-        assert "$20.00" in line and "runpodctl pod delete pod7" in line
-    assert earlier not in done.stdout and "must fix" in done.stdout  # the start shows how it has failed
+    assert ("$20.00" in last_line) == (not removed)
 
 
 @pytest.mark.slow
@@ -333,9 +320,9 @@ def test_pod_from_rent_to_removal(tmp_path):
     pod.mkdir()
     run, last_step = pod / "log" / "quickstart", 80
     make_shards(pod / "toy")
-    flags = [*TINY_FLAGS, "--model.vocab-size", "50304", "--total-batch-size", "64", "--micro-batch-size", "1"]
-    flags += ["--max-steps", str(last_step), "--val-every", "20", "--val-tokens", "256", "--save-every", "5"]
-    command = ["bash", str(ROOT / "train.sh"), "quickstart", *flags, "--data-dir", "toy"]
+    flags = f"""--model.vocab-size 50304 --total-batch-size 64 --micro-batch-size 1 --max-steps {last_step}
+    --val-every 20 --val-tokens 256 --save-every 5 --data-dir toy""".split()
+    command = ["bash", str(ROOT / "train.sh"), "quickstart", *TINY_FLAGS, *flags]
 
     def start():
         """Returns the command that stops the run, which is printed before the terminal is closed."""

@@ -27,12 +27,11 @@ LFS_SUFFIXES = (".npy", ".bin", ".pt", ".parquet", ".safetensors", ".png")
 
 @dataclass
 class Fault:
-    """What goes wrong, for the next `times` requests whose path contains `path`: any is answered with `code` or, if
-    that is 0, a download has a byte flipped."""
+    """What goes wrong when a path contains `path`: each request is answered with `code` or, if that is 0, the next
+    download has a byte flipped."""
 
     path: str
     code: int = 0
-    times: int = 1
 
 
 @dataclass
@@ -40,17 +39,17 @@ class Hub:
     """The state of the stand-in, which tests change and look at while it runs."""
 
     root: Path
-    token: str
     url: str = ""
+    token: str = "hf_testPlantedTokenNeverPrinted"
     faults: list[Fault] = field(default_factory=list)
-    private: set[str] = field(default_factory=set)  # "datasets/OWNER/NAME" seen only with the token
+    private: set[str] = field(default_factory=set)  # "datasets/OWNER/NAME" of each repository that is not public
     log: list[tuple[str, str]] = field(default_factory=list)  # method and path of each request
     extra_tree: list[dict] = field(default_factory=list)  # hostile entries added to every listing
 
     def env(self) -> dict[str, str]:
         """Environment of a script that is to talk to this Hub and to nothing else."""
-        hub = {"HF_ENDPOINT": self.url, "HF_TOKEN": self.token, "HF_HOME": str(self.root.parent / "hf-home")}
-        return {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **hub}
+        home = str(self.root.parent / "hf-home")
+        return {"no_proxy": "127.0.0.1", "HF_ENDPOINT": self.url, "HF_TOKEN": self.token, "HF_HOME": home}
 
     def connect(self, monkeypatch) -> None:
         """Let huggingface_hub in this process talk to this Hub. It reads its environment at import, which takes
@@ -60,26 +59,32 @@ class Hub:
         for name, value in self.env().items():
             monkeypatch.setenv(name, value)
         home = self.env()["HF_HOME"]
-        template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
-        values = {"ENDPOINT": self.url, "HF_HUB_CACHE": home, "HF_TOKEN_PATH": f"{home}/token"}
-        for name, value in {**values, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
+        values = {
+            "ENDPOINT": self.url,
+            "HF_HUB_CACHE": home,
+            "HF_TOKEN_PATH": f"{home}/token",
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
+        }
+        for name, value in values.items():
             monkeypatch.setattr(constants, name, value)
 
     def add_hostile_file(self, path: str) -> None:
         """Every listing has a file that leads out of the folder."""
-        self.extra_tree.append({"type": "file", "path": path, "rfilename": path, "size": 1, "oid": "0" * 40})
+        self.extra_tree.append({"type": "file", "path": path, "size": 1, "oid": "0" * 40})
 
     def take_fault(self, method: str, path: str) -> Fault | None:
-        """The fault that hits this request, once less."""
+        """The fault that hits this request, if any."""
         for fault in self.faults:
-            if fault.times and fault.path in path and (fault.code or method == "GET"):
-                fault.times -= 1
+            if fault.path in path and fault.code:
+                return fault
+            if fault.path in path and method == "GET":
+                self.faults.remove(fault)
                 return fault
         return None
 
 
 class Refused(Exception):
-    """An error that the Hub answers: HTTP status, message, and the code that huggingface_hub looks at."""
+    """An error that the Hub answers: HTTP status, and the code that huggingface_hub looks at."""
 
 
 def hash_of(path: Path) -> str:
@@ -94,12 +99,12 @@ def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dic
     entries = []
     for path in sorted((branch / below).glob(pattern)):
         name = path.relative_to(branch).as_posix()
-        entry = {"path": name, "rfilename": name, "size": path.stat().st_size, "oid": "", "type": "directory"}
+        entry = {"path": name, "size": path.stat().st_size, "oid": "", "type": "directory"}
         if path.is_file():
             content = path.read_bytes()
             entry |= {"type": "file", "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
         if path.suffix in LFS_SUFFIXES:
-            entry["lfs"] = {"oid": hash_of(path), "sha256": hash_of(path), "size": entry["size"], "pointerSize": 134}
+            entry["lfs"] = {"oid": hash_of(path), "size": entry["size"], "pointerSize": 134}
         entries.append(entry)
     return entries
 
@@ -122,12 +127,11 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.hub.take_fault(self.command, self.path)
         try:
             if fault and fault.code:
-                raise Refused(fault.code, "planted fault")
+                raise Refused(fault.code, "")
             answer = self.find_answer(unquote(urlsplit(self.path).path), body)
         except Refused as error:
-            self.status, message, code = (*error.args, "")[:3]
-            self.answer_headers = {"X-Error-Code": code, "X-Error-Message": message}
-            answer = {"error": message}
+            self.status, self.answer_headers["X-Error-Code"] = error.args
+            answer = {}
 
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(self.status)
@@ -153,31 +157,25 @@ class Handler(BaseHTTPRequestHandler):
                 (stored / sha256).write_bytes(body)
                 return {}
             case [*_, "lfs", "objects", "batch"]:
-                # An object that is here is offered without an action, so that it is not sent again.
                 objects = json.loads(body)["objects"]
                 for wanted in objects:
-                    if not (stored / wanted["oid"]).exists():
-                        wanted["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}
-                return {"transfer": "basic", "objects": objects}
+                    wanted["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}
+                return {"objects": objects}
             case ["repos", "create"]:
                 new = json.loads(body)
                 parts = [new["type"] + "s", new["organization"] or USER, new["name"], "create", new["visibility"]]
-            case ["datasets" | "models", *_]:
-                pass
-            case _:
-                parts = ["models", *parts]  # the address of a download has no prefix for a model
+        if parts[0] not in ("datasets", "models"):  # the address of a download of a model has no prefix
+            parts = ["models", *parts]
         kind, owner, name, *action = parts
 
-        # Without a token, a private repository looks like one that does not exist.
-        authorized = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         repo = f"{kind}/{owner}/{name}"
         main = self.hub.root / repo
-        exists = main.is_dir() and (authorized or repo not in self.hub.private)
+        exists = main.is_dir()
         if not exists and action[:1] != ["create"]:
-            raise Refused(404 if authorized else 401, "Repository not found", "RepoNotFound")
+            raise Refused(404, "RepoNotFound")
         is_write = self.command == "POST" or action == ["auth-check", "write"]
-        if is_write and not authorized:
-            raise Refused(403, "no write permission")
+        if is_write and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            raise Refused(403, "")
 
         match [self.command, *action]:
             case [_, "create", visibility]:
@@ -187,16 +185,14 @@ class Handler(BaseHTTPRequestHandler):
                 elif visibility == "private":
                     self.hub.private.add(repo)
             case [_] | [_, "revision", _]:
-                facts = {"id": f"{owner}/{name}", "sha": hash_of(main), "private": repo in self.hub.private}
-                files = [entry for entry in list_files(main) if entry["type"] == "file"]
-                return {**facts, "siblings": files + self.hub.extra_tree, "tags": []}
+                return {"id": f"{owner}/{name}", "sha": hash_of(main), "private": repo in self.hub.private}
             case [_, "tree", _, *below]:
                 pattern = "**/*" if "recursive=true" in self.path.lower() else "*"
                 return list_files(main, "/".join(below), pattern) + self.hub.extra_tree
             case [_, "resolve", _, *names]:
                 file = main.joinpath(*names)
                 if not file.is_file():
-                    raise Refused(404, "Entry not found", "EntryNotFound")
+                    raise Refused(404, "EntryNotFound")
                 self.answer_headers = {"X-Repo-Commit": hash_of(main), "ETag": f'"{hash_of(file)}"'}
                 return file.read_bytes()
             case [_, "preupload", _]:
@@ -211,10 +207,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def start(root: Path, *, token: str = "hf_testPlantedTokenNeverPrinted") -> Iterator[Hub]:
+def start(root: Path) -> Iterator[Hub]:
     """Serve the repos under `root` on a free port of 127.0.0.1 until the block ends; yields the Hub."""
-    hub = Hub(root, token)
-    (root / ".lfs").mkdir(parents=True, exist_ok=True)
+    hub = Hub(root)
+    (root / ".lfs").mkdir(parents=True)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
