@@ -39,7 +39,7 @@ def test_every_imported_package_is_required():
 def test_a_wheel_has_every_file():
     assert set(SETUPTOOLS["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
     assert set(SETUPTOOLS["packages"]) == {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert SETUPTOOLS["package-data"] == {"evaluation": [path.name for path in ROOT.glob("evaluation/*.csv")]}
+    assert SETUPTOOLS["package-data"] == {path.parent.name: [path.name] for path in ROOT.glob("*/*.csv")}
 
 
 # ------------------------------------------------------------------------- make

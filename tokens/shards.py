@@ -130,7 +130,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -> None:
     """Raise UserError naming shard, position and id if an id in `tokens` (n,) is not below vocab_size."""
-    if tokens.max() >= vocab_size:
+    if tokens.max(initial=0) >= vocab_size:
         position = int(np.argmax(tokens >= vocab_size))
         rule = f"ids must be below the vocabulary size, {vocab_size} (--model.vocab-size)"
         raise UserError(f"{path}: token {position:,} is id {tokens[position]}, but {rule}; GPT-2's are 0 to {EOT}")
