@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evaluation import multiple_choice, reference
-from lifecycle.run import Run
+from lifecycle.start import Run
 from lifecycle.stop import StopRequest
 from system import distributed, machine
 from system.distributed import Runtime

@@ -31,7 +31,7 @@ from system.printing import format_cost, format_duration, print0
 from weights.run_folder import complete_steps, model_path
 
 if TYPE_CHECKING:
-    from lifecycle.run import Run
+    from lifecycle.start import Run
     from training.config import TrainConfig
 
 # ------------------------------------------------------------------------- reading what a run has written

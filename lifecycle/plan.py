@@ -21,10 +21,10 @@ import torch
 
 from lifecycle.evaluator import SAMPLE_TOKENS, is_due
 from lifecycle.metrics import best_step, read_step
-from lifecycle.start import MIN_WIDTH, find_checkpoint, open_data, open_first_weights
+from lifecycle.start import find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
-from system.cards import find_cards, read_cards, total_peak_flops
+from system.cards import MIN_WIDTH, find_cards, read_cards, total_peak_flops
 from system.distributed import Runtime
 from system.errors import require
 from system.files import atomic_write
@@ -179,7 +179,6 @@ def predict(cfg: TrainConfig, card: str) -> str:
     require(is_known, f"--card does not open --init-from {cfg.init_from}; say --model.n-layer, --model.n-embd")
     cards = find_cards(card)
     model = GPT.without_memory(cfg.model)
-    # A smaller one comes nowhere near the share of a card's peak that is assumed.
     fix = "measure it there: --dry-run"
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
 

@@ -9,7 +9,7 @@ The files are weights/checkpoint.py's, and what resuming reads is lifecycle/star
 """
 
 from lifecycle.metrics import MetricsLogger, best_step
-from lifecycle.run import Run
+from lifecycle.start import Run
 from system import machine
 from system.distributed import check_tensors_agree
 from training.state import to_state_dict

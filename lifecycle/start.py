@@ -1,7 +1,10 @@
 """Starting or resuming a run: which checkpoint it continues from, with which network and data, and what may differ from
-the run that made it.
+the run that made it. What stands around the loop is made from the Run:
 
     run, saved = open_run(cfg, rt)              # decides all of it, from top to bottom
+    metrics = MetricsLogger(run)
+    evaluator = Evaluator(run, trainer)
+    saver = Saver(run, trainer, metrics)
 
 On a CPU a resumed run gives the bits of a run that was never stopped, on GPUs the same to rounding. Settings, data or a
 network that would change its result are refused, and so are ranks that would train different runs; another version of
@@ -11,16 +14,16 @@ torch or of the code is announced.
 import os
 import shlex
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from evaluation import multiple_choice
 from lifecycle.metrics import read_step
-from lifecycle.run import Run
 from model import GPT
 from system import distributed, machine
+from system.cards import MIN_WIDTH
 from system.distributed import Runtime
 from system.errors import UserError, require
 from system.printing import print0
@@ -28,11 +31,29 @@ from tokens.shards import find_shards
 from training.config import TrainConfig, changed_settings, flag, has_mark, shapes_result
 from training.loader import Loader
 from training.presets import is_network_from_init
-from training.schedule import count_steps
+from training.schedule import count_steps, sequences_before
 from weights import checkpoint, run_folder
 from weights.open_model import open_model
 
-MIN_WIDTH = 512  # of networks that are made for GPUs
+
+@dataclass(frozen=True)
+class Run:
+    """What a run starts from, decided once from the flags, the run folder and the data. Nothing in it changes while the
+    run trains, but for the weights of the model."""
+
+    cfg: TrainConfig  # with the network that is really trained
+    rt: Runtime  # with the precision that all ranks use
+    model: GPT  # that network, with its first weights: those of the checkpoint or of --init-from, or random ones
+    data: Loader
+    val_data: Loader | None  # None if the run does not validate
+    start: int  # the step that it starts or resumes at
+    sequences: int  # that have been read by then
+    max_steps: int
+
+    def sequences_before(self, step: int) -> int:
+        """How many sequences of the data come before a step, from `start` on: after those that have been read, whatever
+        batch they were read in."""
+        return self.sequences + sequences_before(step, self.cfg) - sequences_before(self.start, self.cfg)
 
 
 def open_run(cfg: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | None]:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from system.distributed import Runtime
 
 
+MIN_WIDTH = 512  # of networks that are made for GPUs: smaller ones come nowhere near a card's peak
+
+
 class Card(NamedTuple):
     tflops: float  # dense bfloat16 (float16 before Ampere) with float32 accumulation, no sparsity
     gb: int  # memory

@@ -10,7 +10,7 @@ from helpers import CPU, limit_file_size, load_metrics, parse_config
 
 from lifecycle import metrics
 from lifecycle.metrics import MetricsLogger
-from lifecycle.run import Run
+from lifecycle.start import Run
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
