@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, make_shards, run_main
+from helpers import TINY_FLAGS, make_shards, refused, run_main
 
 from model import GPT, GPTConfig
 from system.errors import UserError
@@ -66,7 +66,7 @@ def test_damage_is_found_wherever_it_is(good, name):
         except UserError as e:
             assert path.name in str(e)
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=path.name):
+    with refused(path.name):
         READERS[name](path)
 
 
@@ -108,7 +108,7 @@ def test_a_pickle_in_place_of_any_file_is_not_run(good, bomb, name):
     # torch's files have protocol 2, Python's own default is newer.
     for data in (pickle.dumps(bomb, 2), pickle.dumps(bomb, 5), array.getvalue(), archive):
         (good / name).write_bytes(data)
-        with pytest.raises(UserError):
+        with refused(""):
             READERS[name](good / name)
 
 

@@ -8,14 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import CPU, choices, parse_config, read_table, run_main, train_quickstart, write_jsonl
+from helpers import CPU, choices, parse_config, read_table, refused, run_main, train_quickstart, write_jsonl
 
 from lifecycle import plan
 from model import GPT
 from system import machine
 from system.cards import find_cards
 from system.distributed import Runtime
-from system.errors import UserError
 from training import optim
 from training.build import build_trainer
 from training.config import TrainConfig
@@ -65,13 +64,13 @@ def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, row)
     disk.free = saves * 1000
     plan.check_disk(cfg, state, 12)
     disk.free -= 1
-    with pytest.raises(UserError, match=rf"^{saves} "):
+    with refused(rf"^{saves} "):
         plan.check_disk(cfg, state, 12)
 
 
 def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monkeypatch):
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    with pytest.raises(UserError, match="4 checkpoints"):
+    with refused("4 checkpoints"):
         train_quickstart(tiny_args, tmp_path / "run")
 
 
@@ -235,7 +234,7 @@ def test_a_prediction_counts_the_data_that_are_there(tiny_args):
     cfg = parse_config("finetune", "--data-dir", data_dir, "--sequence-length", "32", "--total-batch-size", "256")
     steps = cfg.epochs * plan.open_data(cfg)[0].order.sequences_per_epoch // 8
     assert steps and f"\n{steps:,} steps take" in plan.predict(cfg, "H100")
-    with pytest.raises(UserError, match="nowhere"):
+    with refused("nowhere"):
         plan.predict(replace(cfg, data_dir="nowhere"), "H100")
 
 
