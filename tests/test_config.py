@@ -33,7 +33,7 @@ def saved(monkeypatch):
     return config
 
 
-def parse_words(words: str) -> TrainConfig:
+def parse_words(words):
     """The settings that a command line stands for."""
     return parse(shlex.split(words))[0]
 

@@ -25,7 +25,7 @@ DEVICE = os.environ.get("DEVICE", "cuda")
 COMPILED = [word for word in TINY_FLAGS if word != "--no-compile"]
 
 
-def compute_capability() -> float:
+def compute_capability():
     """Of the first GPU that the driver lists, 0 without one. torch cannot tell: the tests hide the GPUs from this
     process (conftest.py)."""
     if shutil.which("nvidia-smi") is None:

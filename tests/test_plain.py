@@ -48,8 +48,8 @@ RUNS = {
 }
 
 
-def largest_differences(a: Path, b: Path) -> dict[str, float]:
-    """How far two runs are apart: losses, norms and rates relative to each value, weights absolutely."""
+def largest_differences(a, b):
+    """{name: how far two runs are apart}: losses, norms and rates relative to each value, weights absolutely."""
     rows = list(zip(load_metrics(a), load_metrics(b), strict=True))
     differences = {}
     for key in ("step", "train_loss", "val_loss", "grad_norm", "lr"):
@@ -64,7 +64,7 @@ def largest_differences(a: Path, b: Path) -> dict[str, float]:
     return differences
 
 
-def is_rounding(differences: dict[str, float]) -> bool:
+def is_rounding(differences):
     """Whether two runs compute the same. The limit is ten times what was measured; beta2 0.951 changes the norms by
     3e-4."""
     return differences["step"] == 0 and differences["lr"] < 1e-12 and max(differences.values()) < 2e-6
@@ -99,7 +99,7 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def right_config(tmp_path_factory) -> Config:
+def right_config(tmp_path_factory):
     """The settings of a run of the plain trainer in this process, which has been made."""
     torch.set_num_threads(1)  # the tests run side by side
     folder = tmp_path_factory.mktemp("plain")

@@ -87,7 +87,7 @@ def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
 # ------------------------------------------------------------------------- stopped and resumed
 
 
-def signal_rank_1_in(module, name) -> None:
+def signal_rank_1_in(module, name):
     """A `prepare` for ranks of which the second gets a SIGTERM when it first calls this function. They write slowly,
     and print, when their training ends, which checkpoint there is."""
     function, calls = getattr(sys.modules[module], name), itertools.count()
@@ -127,7 +127,7 @@ def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(train_ranks, tmp_path)
     assert same_weights(run, whole, 4)
 
 
-def check_shares() -> None:
+def check_shares():
     """The script of a rank: after a step, the ranks together keep each number of the optimizers' state once."""
     cfg = parse_config("quickstart", *sys.argv[1:])
     with distributed.session("cpu") as rt:
@@ -185,7 +185,7 @@ def test_rank_0_says_whether_the_last_step_is_evaluated(one_run, monkeypatch):
     assert not start.is_complete(run)
 
 
-def change_the_seed_of_rank_1() -> None:
+def change_the_seed_of_rank_1():
     """A `prepare` for ranks of which the second was started with another --seed."""
     if os.environ["RANK"] == "1":
         sys.argv += ["--seed", "7"]
@@ -199,7 +199,7 @@ def test_a_run_compares_its_ranks_before_it_trains(train_ranks, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def change_weights_of_rank_1() -> None:
+def change_weights_of_rank_1():
     """A `prepare` for ranks of which the second draws other random numbers, as another processor may, and computes one
     number wrongly, by one bit, in its fifth update."""
     if os.environ["RANK"] == "0":
@@ -223,7 +223,7 @@ def test_ranks_that_drift_apart_end_the_run(train_ranks, tmp_path, one_run):
     assert_curves_close(run, one_run)
 
 
-def change_the_network() -> None:
+def change_the_network():
     """A `prepare` for ranks of a fork: the first block is frozen, and each block has dropout and a running mean."""
     init, forward = Block.__init__, Block.forward
 

@@ -44,7 +44,7 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
 # ------------------------------------------------------------------------- a loss or gradient that is not finite
 
 
-def poison(monkeypatch, at=lambda micro_step: True) -> None:
+def poison(monkeypatch, at=lambda micro_step: True):
     """From now on, let the loss of these micro-steps of training be NaN; 0 is the first one."""
     forward, micro_steps = torch.nn.Embedding.forward, itertools.count()
 
@@ -56,7 +56,7 @@ def poison(monkeypatch, at=lambda micro_step: True) -> None:
     monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned_forward)
 
 
-def report_a_bad_norm_on_rank_1() -> None:
+def report_a_bad_norm_on_rank_1():
     """From step 2 on, rank 1 alone reads a norm that is not finite, as from a faulty card."""
     compute_gradients, steps = Trainer.compute_gradients, itertools.count()
 
@@ -110,7 +110,7 @@ def train_in_float16(train, monkeypatch):
     return partial(train, "run", "--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1")
 
 
-def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> None:
+def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True):
     """Multiply the gradient of the parameter `name` of every model by a factor, in these of its backward passes."""
     to, backwards = GPT.to, itertools.count()
 
