@@ -125,6 +125,11 @@ def choices(config_class, field) -> tuple:
     return get_args(get_type_hints(config_class)[field])
 
 
+def read_json(path):
+    """The content of a JSON file."""
+    return json.loads(path.read_text())
+
+
 def read_jsonl(path) -> list[dict]:
     """The lines of a file. It fails at one that is not JSON."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from helpers import TRICKY_TEXTS, read_table, refused, same_bits
+from helpers import TRICKY_TEXTS, read_json, read_table, refused, same_bits
 from networks import NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
@@ -100,7 +100,7 @@ def test_every_size_survives_an_export(tmp_path):
     assert same_bits(convert.load_hf(tmp_path / "out").state_dict(), model.state_dict())
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    config = read_json(tmp_path / "out/config.json")
     expected = {"n_ctx": 24, "n_positions": 24, "n_embd": 48, "n_head": 4, "n_layer": 2, "layer_norm_epsilon": 1e-5}
     assert config | expected == config
     assert (config["activation_function"], config["architectures"]) == ("gelu_new", ["GPT2LMHeadModel"])
@@ -161,7 +161,7 @@ OTHERS = """
 
 @pytest.mark.parametrize("change, named", read_table(OTHERS))
 def test_what_the_network_cannot_compute_is_refused(small_export, change, named):
-    config = json.loads((small_export / "config.json").read_text()) | json.loads(change)
+    config = read_json(small_export / "config.json") | json.loads(change)
     known = {key: value for key, value in config.items() if value is not None}
     (small_export / "config.json").write_text(json.dumps(known))
     with refused(f"^cannot open {small_export}.*{named}"):

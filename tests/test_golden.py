@@ -22,6 +22,7 @@ from helpers import (
     choices,
     load_metrics,
     parse_config,
+    read_json,
     write_jsonl,
     write_random_walk_shards,
 )
@@ -74,7 +75,7 @@ MEASURES = dict.fromkeys(RUNS, measure_run) | dict.fromkeys(("npy", "bin"), hash
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_golden_numbers_and_bytes(tmp_path, name):
-    golden = json.loads(GOLDEN.read_text()).get(name)
+    golden = read_json(GOLDEN).get(name)
     assert golden is not None, "to add its line: PYTHONPATH=. python tests/test_golden.py"
 
     found = MEASURES[name](name, tmp_path)
@@ -96,4 +97,4 @@ def make_table(known):
 
 
 if __name__ == "__main__":
-    make_table(json.loads(GOLDEN.read_text()))
+    make_table(read_json(GOLDEN))

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, make_shards, refused, run_main
+from helpers import TINY_FLAGS, make_shards, read_json, refused, run_main
 
 from model import GPT, GPTConfig
 from system.errors import UserError
@@ -138,7 +138,7 @@ NAMES_CODE = """{
 def test_modules_beside_the_weights_are_never_imported(good, bomb, monkeypatch):
     """Whatever config.json names; and transformers, which follows such names, is never given it."""
     folder = good / "hf"
-    config = json.loads((folder / "config.json").read_text()) | json.loads(NAMES_CODE)
+    config = read_json(folder / "config.json") | json.loads(NAMES_CODE)
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("modeling_x.py", "model.py", "__init__.py"):
         (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")

@@ -7,12 +7,11 @@ import shutil
 import helpers
 import pytest
 import torch
-from helpers import write_tiny_model
+from helpers import write_model, write_tiny_model
 from networks import make_network
 
 import infer
 from tokens import tokenizer
-from weights import checkpoint
 from weights.open_model import open_model
 
 EOT = tokenizer.EOT
@@ -132,7 +131,7 @@ def test_a_network_beyond_float16_is_named(run_main, tmp_path):
     model = make_network()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(60_000)  # finite in float16, but not the logits
-    checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
+    write_model(tmp_path, model)
     message = run_main(tmp_path, *"Hi --dtype float16 --device cpu".split(), exit_code=1).err
     assert "in float16: " in message and "--dtype float32" in message
 

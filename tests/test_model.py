@@ -21,7 +21,8 @@ def make_idx(B=2, T=24):
 
 
 def plain_logits(model, idx):
-    """The logits (B, T, V) of every network by its formulas: one head at a time, and rotations as products of complex numbers."""
+    """The logits (B, T, V) of every network by its formulas: one head at a time, and rotations as products of complex
+    numbers."""
     config, T, hs = model.config, idx.size(1), model.config.head_size
     weights = {name.removeprefix("transformer."): weight for name, weight in model.state_dict(keep_vars=True).items()}
     activation = {

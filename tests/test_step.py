@@ -13,7 +13,6 @@ from helpers import (
     err_in_update_5,
     load_curve,
     load_weights,
-    parse_config,
     same_bits,
     same_weights,
 )
@@ -26,7 +25,7 @@ from weights import checkpoint
 from weights.run_folder import complete_steps, optim_path
 
 
-def test_gradients_are_reduced_once_a_step(tiny_args):
+def test_gradients_are_reduced_once_a_step(tiny_config):
     """DDP reduces in the backward pass of the last of three micro-batches only. Their losses are averaged."""
     reduced = []
 
@@ -35,7 +34,7 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
         loss = torch.ones((), requires_grad=True) * len(reduced)
         return loss, loss.detach()
 
-    cfg = parse_config("quickstart", *tiny_args)
+    cfg = tiny_config()
     trainer = replace(build_trainer(GPT(cfg.model), cfg, CPU, 12), ddp_loss=forward)
     loss, _ = trainer.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
     assert reduced == [False, False, True] and loss == pytest.approx(2)
