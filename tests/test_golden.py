@@ -65,7 +65,7 @@ def hash_shards(shard_format, folder):
     """{name: sha256} of each shard of a few texts."""
     source = write_jsonl(folder / "golden.jsonl", [{"text": text} for text in TRICKY_TEXTS])
     out = folder / "golden"
-    run_fineweb("--source", source, "--out", out, "--shard-size", "2000", "--format", shard_format)
+    run_fineweb("--shard-size 2000 --format", shard_format, "--source", source, "--out", out)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shards.shard_files(out)}
 
 

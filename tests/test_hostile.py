@@ -122,7 +122,7 @@ def test_a_pickle_in_a_checkpoint_runs_in_no_script(good, one_run, bomb, capsys)
         ("hub.py", "export", path, new),
         ("hub.py", "import", path, new),
         (*train, "--out-dir", new, "--init-from", path),
-        (*train, "--out-dir", run, "--resume", "auto"),
+        (*train, "--resume auto --out-dir", run),
     ):
         assert run_main(*command) == 1
         assert path.name in capsys.readouterr().err

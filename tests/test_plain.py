@@ -214,7 +214,7 @@ def test_it_refuses_in_one_line(tiny_data, tmp_path, capsys):
         "--model.n-head 3": "n_head 3",
         "--val-every 1 --val-tokens 0": "--val-tokens 0",
     }.items():
-        assert run_main(*command, *flags.split()) and named in capsys.readouterr().err
+        assert run_main(*command, flags) and named in capsys.readouterr().err
     assert (tmp_path / "other" / "metrics.jsonl").read_text() == "{}\n" and not (tmp_path / "new").exists()
 
 

@@ -196,7 +196,7 @@ def test_a_prediction_says_whether_a_run_fits(preset, cards, zero_stage, verdict
 
 def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert run_main(*"train_gpt2.py gpt2-124m --card 2xA100-80GB --gpu-hour-usd 1.5".split()) == 0
+    assert run_main("train_gpt2.py", "gpt2-124m", "--card 2xA100-80GB --gpu-hour-usd 1.5") == 0
     out = capsys.readouterr().out
     hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600
     assert f"19,073 steps take 7h37m, ${2 * 1.5 * hours:.2f}" in out

@@ -91,7 +91,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_files_are_downloaded_and_deleted_one_by_one(tmp_path, hub, monkeypatch):
     out = tmp_path / "out"
-    command = (*"--source owner/web --subset sample/ --shard-size 20000 --out".split(), out)
+    command = ("--source owner/web --subset sample/ --shard-size 20000 --out", out)
     on_disk = []
 
     def read_and_count_files(path, column):
@@ -158,15 +158,15 @@ def test_the_card_says_which_files_a_split_has(tmp_path, hub, flags, documents):
         write_documents(hub.repos / "mine" / f"{name}.jsonl.gz", [name])
     out = tmp_path / "out"
     command = ("--out", out, "--source", "owner/web")
-    run_fineweb(*command, *flags.split())
+    run_fineweb(*command, flags)
     assert read_tokens(out) == encode(documents.split())
 
     # A finished folder asks the Hub nothing; another choice needs another folder.
     requests = len(hub.log)
-    run_fineweb(*command, *flags.split())
+    run_fineweb(*command, flags)
     assert len(hub.log) == requests
     with refused(r"not part-a/"):
-        run_fineweb(*command, "--subset", "part-a/")
+        run_fineweb(*command, "--subset part-a/")
 
 
 # What follows --source | what the message names.
@@ -189,5 +189,5 @@ def test_a_choice_that_is_not_offered_is_refused_and_runs_no_code(tmp_path, hub,
     (hub.repos / "elsewhere/README.md").write_text(f"---\n{card}\n---\n")
 
     with refused(named):
-        run_fineweb("--source", *words.split(), "--out", tmp_path / "out")
+        run_fineweb(f"--source {words} --out", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "marker").exists()
