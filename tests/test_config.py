@@ -22,13 +22,12 @@ from training.presets import DESCRIPTIONS, PRESETS
 from training.schedule import DECAYS, count_steps
 
 GPT2, QUICKSTART = PRESETS["gpt2-124m"], PRESETS["quickstart"]
-SAVED = replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict()
 
 
 @pytest.fixture(autouse=True)
 def saved(monkeypatch):
     """What every checkpoint has for its config, to be changed by a test."""
-    config = dict(SAVED)
+    config = replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict()
     monkeypatch.setattr(command_line, "read_train_state", lambda path: {"config": config})
     return config
 
