@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 # As the scripts set it: threads that wait do not spin, because the tests run side by side. Read when torch is imported.
@@ -22,7 +23,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import processes
 import pytest
-from helpers import ROOT, TINY_FLAGS, train_quickstart, write_random_walk_shards
+from helpers import ROOT, TINY_FLAGS, parse_config, train_quickstart, write_random_walk_shards
 
 TEST_SECONDS = 240
 
@@ -71,6 +72,12 @@ def tiny_data(tmp_path) -> Path:
 def tiny_args(tiny_data) -> list[str]:
     """Flags of a run over tiny_data that takes a second: 12 steps of 8 sequences of 32 tokens."""
     return [*TINY_FLAGS, "--data-dir", str(tiny_data)]
+
+
+@pytest.fixture
+def tiny_config(tiny_args):
+    """tiny_config("--seed 1") -> the config of a run of tiny_args with these flags."""
+    return partial(parse_config, "quickstart", *tiny_args)
 
 
 @pytest.fixture

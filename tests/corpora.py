@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from helpers import write_jsonl
+from helpers import split_flags, write_jsonl
 
 import fineweb
 from tokens import shards, tokenizer
@@ -54,8 +54,8 @@ def read_documents(*paths: Path, column: str = "text") -> list[str]:
 
 
 def run_fineweb(*args) -> None:
-    """fineweb.py's main in this process; raises UserError if it fails."""
-    with mock.patch("sys.argv", ["fineweb.py", *map(str, args)]):
+    """fineweb.py's main in this process; raises UserError if it fails. args: as of helpers.split_flags."""
+    with mock.patch("sys.argv", split_flags(["fineweb.py", *args])):
         fineweb.main()
 
 

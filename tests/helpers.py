@@ -21,11 +21,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from networks import make_network
 
 import train_gpt2
 from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
+from model import MLP
 from system import process
 from system.distributed import Runtime
 from system.errors import UserError
@@ -109,6 +111,17 @@ def err_in_update_5(change):
 
 
 @contextmanager
+def drop_in_training_only(run, without):
+    """In the block, which makes a run, each MLP drops half of its output. That changes the train loss of step 0, which
+    the run `without` has, too, and not its val loss."""
+    forward = MLP.forward
+    with mock.patch.object(MLP, "forward", lambda mlp, x: F.dropout(forward(mlp, x), 0.5, mlp.training)):
+        yield
+    (loss_without, val_without, _), (loss, val, _) = load_curve(without)[0], load_curve(run)[0]
+    assert val == val_without and loss != loss_without
+
+
+@contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
     """No file of this process grows beyond so many bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -123,6 +136,11 @@ def choices(config_class, field) -> tuple:
     """The values that the Literal of a field allows: tests that go through all of them fail for one that is added
     there and not handled."""
     return get_args(get_type_hints(config_class)[field])
+
+
+def read_json(path):
+    """The content of a JSON file."""
+    return json.loads(path.read_text())
 
 
 def read_jsonl(path) -> list[dict]:

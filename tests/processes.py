@@ -52,9 +52,9 @@ def forkserver_context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run_in_child(script: str | Callable, argv: list[str], log: str, env: dict, prepare: Callable | None) -> None:
-    """In the new process: do what a shell does before a command, then what `prepare` does, which may plant a fault,
-    then run the script's main."""
+def run_in_child(script, argv, log, env, prepare):
+    """In the new process of `start`: do what a shell does before a command, then what `prepare` does, which may plant a
+    fault, then run the script's main."""
     for stream, path in ((1, log), (2, f"{log}.err")):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdout, sys.stderr = (open(stream, "w", closefd=False) for stream in (1, 2))

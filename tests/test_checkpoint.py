@@ -26,7 +26,7 @@ SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24) 
 MODERN = replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
 
 
-def save(folder: Path, step: int, keep: int = 0, writer: checkpoint.CheckpointWriter | None = None) -> None:
+def save(folder, step, keep=0, writer=None):
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
     best = best_step(folder, complete_steps(folder))
@@ -148,7 +148,7 @@ def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
 
 
 @pytest.fixture
-def disk_calls(monkeypatch) -> list[str]:
+def disk_calls(monkeypatch):
     """What is synced, renamed and deleted from here on, in order."""
     calls = []
 

@@ -22,18 +22,17 @@ from training.presets import DESCRIPTIONS, PRESETS
 from training.schedule import DECAYS, count_steps
 
 GPT2, QUICKSTART = PRESETS["gpt2-124m"], PRESETS["quickstart"]
-SAVED = replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict()
 
 
 @pytest.fixture(autouse=True)
 def saved(monkeypatch):
     """What every checkpoint has for its config, to be changed by a test."""
-    config = dict(SAVED)
+    config = replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict()
     monkeypatch.setattr(command_line, "read_train_state", lambda path: {"config": config})
     return config
 
 
-def parse_words(words: str) -> TrainConfig:
+def parse_words(words):
     """The settings that a command line stands for."""
     return parse(shlex.split(words))[0]
 

@@ -12,12 +12,11 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from helpers import TRICKY_TEXTS, read_table, same_bits
+from helpers import TRICKY_TEXTS, read_json, read_table, refused, same_bits
 from networks import NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
 import model as model_module
-from system.errors import UserError
 from tokens import tokenizer
 from weights import checkpoint, convert
 from weights.open_model import open_model
@@ -101,7 +100,7 @@ def test_every_size_survives_an_export(tmp_path):
     assert same_bits(convert.load_hf(tmp_path / "out").state_dict(), model.state_dict())
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    config = read_json(tmp_path / "out/config.json")
     expected = {"n_ctx": 24, "n_positions": 24, "n_embd": 48, "n_head": 4, "n_layer": 2, "layer_norm_epsilon": 1e-5}
     assert config | expected == config
     assert (config["activation_function"], config["architectures"]) == ("gelu_new", ["GPT2LMHeadModel"])
@@ -110,7 +109,7 @@ def test_every_size_survives_an_export(tmp_path):
 def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch):
     """Nothing is left of the export."""
     monkeypatch.setitem(model_module.ACTIVATIONS, "gelu", torch.nn.functional.gelu)  # the exact one
-    with pytest.raises(UserError, match="another network"):
+    with refused("another network"):
         convert.save_hf(make_network(vocab_size=256), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -162,16 +161,16 @@ OTHERS = """
 
 @pytest.mark.parametrize("change, named", read_table(OTHERS))
 def test_what_the_network_cannot_compute_is_refused(small_export, change, named):
-    config = json.loads((small_export / "config.json").read_text()) | json.loads(change)
+    config = read_json(small_export / "config.json") | json.loads(change)
     known = {key: value for key, value in config.items() if value is not None}
     (small_export / "config.json").write_text(json.dumps(known))
-    with pytest.raises(UserError, match=f"^cannot open {small_export}.*{named}"):
+    with refused(f"^cannot open {small_export}.*{named}"):
         convert.load_hf(small_export)
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
 def test_a_tokenizer_that_is_not_gpt2s_is_refused(small_export, name):
-    for token, result in (("Ġgazed", nullcontext()), ("Ġder", pytest.raises(UserError, match="not GPT-2's"))):
+    for token, result in (("Ġgazed", nullcontext()), ("Ġder", refused("not GPT-2's"))):
         tokens = {"!": 0, token: 50255, "<|endoftext|>": 50256, "<|user|>": 50257}
         content = tokens if name == "vocab.json" else {"model": {"vocab": tokens}}
         (small_export / name).write_text(json.dumps(content))
@@ -229,5 +228,5 @@ def test_what_is_no_checkpoint_of_nanogpt_says_so(tmp_path):
         "lacks": {"model": {}, "config": {"n_head": 4}},
     }.items():
         torch.save(content, tmp_path / "old.pt")
-        with pytest.raises(UserError, match=named):
+        with refused(named):
             convert.load_old(tmp_path / "old.pt")

@@ -25,7 +25,7 @@ DEVICE = os.environ.get("DEVICE", "cuda")
 COMPILED = [word for word in TINY_FLAGS if word != "--no-compile"]
 
 
-def compute_capability() -> float:
+def compute_capability():
     """Of the first GPU that the driver lists, 0 without one. torch cannot tell: the tests hide the GPUs from this
     process (conftest.py)."""
     if shutil.which("nvidia-smi") is None:
@@ -62,8 +62,8 @@ def model(tmp_path):
 
 def test_samples_are_those_of_the_cpu(run_on_gpu, model):
     """Past the context, too, where it slides."""
-    flags = ["--temperature", "0", "--max-new-tokens", "90", "--num-samples", "2", "--dtype", "float32", "--json"]
-    on_gpu, on_cpu = (run_on_gpu("infer.py", model, "Hello", *flags, "--device", d) for d in (DEVICE, "cpu"))
+    flags = "--temperature 0 --max-new-tokens 90 --num-samples 2 --dtype float32 --json"
+    on_gpu, on_cpu = (run_on_gpu("infer.py", model, "Hello", flags, "--device", d) for d in (DEVICE, "cpu"))
     assert on_gpu == on_cpu and len(json.loads(on_cpu.splitlines()[0])["tokens"]) == 90
 
 
@@ -96,7 +96,7 @@ def test_the_head_in_chunks_is_that_of_all_logits(run_on_gpu):
 @pytest.mark.parametrize("flags", [["gpt2-124m"], pytest.param(RECORD8, marks=needs_bfloat16)])
 def test_training_is_that_of_the_cpu(run_on_gpu, flags, tiny_data, tmp_path):
     """Compiled, in float32: the curve of the CPU to rounding; the micro-batch is found by trying."""
-    flags = [flags[0], *COMPILED, *flags[1:], "--data-dir", tiny_data, "--micro-batch-size", "auto"]
+    flags = [flags[0], *COMPILED, *flags[1:], "--micro-batch-size auto --data-dir", tiny_data]
     losses = []
     for device in (DEVICE, "cpu"):
         out = tmp_path / f"on {device} {len(losses)}"
@@ -110,7 +110,7 @@ def test_training_is_that_of_the_cpu(run_on_gpu, flags, tiny_data, tmp_path):
 def test_a_resumed_run_continues_to_rounding(run_on_gpu, tiny_data, tmp_path, dtype):
     """Compiled."""
     flags = [*COMPILED, "--data-dir", tiny_data, "--device", DEVICE, "--dtype", dtype]
-    command = ["train_gpt2.py", "quickstart", *flags, "--resume", "auto", "--out-dir"]
+    command = ["train_gpt2.py", "quickstart", *flags, "--resume auto --out-dir"]
     run_on_gpu(*command, tmp_path / "run")
     resumed = shutil.copytree(tmp_path / "run", tmp_path / "resumed")
     delete_checkpoints_after(resumed, 6)
@@ -130,6 +130,6 @@ def try_on_half_a_card():
 def test_auto_leaves_the_ballast(run_on_gpu, tmp_path, monkeypatch):
     """The steps that follow the search do not run out of memory, and at least the ballast is left."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # here CUDA starts before training sets it
-    output = run_on_gpu(try_on_half_a_card, "gpt2-124m", "--dry-run", "--no-compile", "--data-dir", tmp_path / "none")
+    output = run_on_gpu(try_on_half_a_card, "gpt2-124m", "--dry-run --no-compile --data-dir", tmp_path / "none")
     peak, total, _ = output.splitlines()[-1].split(maxsplit=2)
     assert int(peak) <= int(total) - max(2**30, 0.04 * int(total)), output

@@ -16,7 +16,7 @@ from system.distributed import checksum
 from system.errors import TransientError
 
 
-def talk() -> None:
+def talk():
     """The script of a rank: every collective once. Rank 1 comes late to the first barrier, and not to the second."""
     host, settings = os.uname().nodename, {"--seed": "1", "--val-every": "4"}
     with distributed.session("cpu", settings) as rt:

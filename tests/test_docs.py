@@ -183,7 +183,7 @@ def test_the_python_of_changing_the_code_runs():
     """With the names that `train` has where the page puts it."""
     snippets = find_python("docs/changing.md")
     assert snippets
-    cfg = parse_config("quickstart", *TINY_FLAGS, "--optimizer", "muon")
+    cfg = parse_config("quickstart", *TINY_FLAGS, "--optimizer muon")
     trainer = build_trainer(GPT(cfg.model), cfg, CPU, cfg.max_steps)
     for snippet in snippets:
         exec(snippet, {"trainer": trainer, "step": 0, "torch": torch})

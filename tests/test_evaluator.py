@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from corpora import encode
-from helpers import CPU, load_curve, parse_config, same_weights, write_model
+from helpers import CPU, drop_in_training_only, load_curve, parse_config, write_model
 from networks import make_network
 
 from lifecycle import evaluator
-from model import GPT, MLP
+from model import GPT
 from system.distributed import Runtime
 from tokens import shards
 from tokens.tokenizer import EOT, encoding
@@ -24,15 +23,9 @@ from training.validation import validate
 from weights.run_folder import complete_steps
 
 
-def test_evaluations_do_not_move_training(train, one_run):
-    often = train("often", "--val-every 1")
-    assert same_weights(often, one_run)
-    assert all(val is not None for _, val, _ in load_curve(often).values())
-
-
-def test_val_loss_is_the_mean_over_the_val_split(tiny_args, tiny_data, monkeypatch):
+def test_val_loss_is_the_mean_over_the_val_split(tiny_config, tiny_data, monkeypatch):
     """Whatever the ranks and the micro-batch: here neither divides 43 sequences, nor is the last one the split's."""
-    cfg = parse_config("quickstart", *tiny_args, "--val-tokens", 43 * 32 + 31)
+    cfg = tiny_config("--val-tokens", 43 * 32 + 31)
     model = GPT(cfg.model)
     data = Loader(tiny_data, "val", 32, 256)
     tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_val_000000.npy")[: 43 * 32 + 1].astype(int))
@@ -63,10 +56,10 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
     assert found["val_bpb"] == pytest.approx(3 / math.log(2) * count / len(read))
 
 
-def test_eval_only_reads_as_much_as_the_model_can(tiny_args, tmp_path, capsys):
+def test_eval_only_reads_as_much_as_the_model_can(tiny_config, tmp_path, capsys):
     """Sequences of 24 tokens, of which no whole number makes a batch of 256."""
     weights = write_model(tmp_path, make_network(vocab_size=256, block_size=24))
-    cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every 0 --val-tokens 130 --init-from", weights)
+    cfg = tiny_config("--hellaswag-every 0 --val-tokens 130 --init-from", weights)
     evaluator.evaluate_weights(cfg, CPU)
     output = capsys.readouterr().out
     assert "context: 24" in output and "on 120 tokens of" in output
@@ -123,15 +116,12 @@ def test_samples_continue_the_users_own_text(tmp_path, document, prompt):
     assert encoding().decode(found) == prompt
 
 
-def test_a_long_prompt_loses_its_beginning(tiny_args):
-    cfg = parse_config("quickstart", *tiny_args, "--sample-prompt", "begin " + "long " * 50)
+def test_a_long_prompt_loses_its_beginning(tiny_config):
+    cfg = tiny_config("--sample-prompt", "begin " + "long " * 50)
     prompt = evaluator.choose_prompt(cfg, None)
     assert encoding().decode(prompt) == " long" * 31 + " "
 
 
-def test_what_acts_in_training_only_does_not_act_in_an_evaluation(train, one_run, monkeypatch):
-    forward = MLP.forward
-    monkeypatch.setattr(MLP, "forward", lambda mlp, x: F.dropout(forward(mlp, x), 0.5, mlp.training))
-    run = train("run", "--max-steps 1")
-    (loss_without, val_without, _), (loss, val, _) = load_curve(one_run)[0], load_curve(run)[0]
-    assert val == val_without and loss != loss_without
+def test_what_acts_in_training_only_does_not_act_in_an_evaluation(train, one_run, tmp_path):
+    with drop_in_training_only(tmp_path / "run", without=one_run):
+        train("run", "--max-steps 1")

@@ -22,6 +22,7 @@ from helpers import (
     choices,
     load_metrics,
     parse_config,
+    read_json,
     write_jsonl,
     write_random_walk_shards,
 )
@@ -47,8 +48,8 @@ for field in ("optimizer", "schedule"):
         RUNS[f"{field} {value}"] = ["quickstart", *TINY_FLAGS, flags]
 
 
-def measure_run(name: str, folder: Path) -> dict[str, list[float]]:
-    """The losses, gradient norms and rates of a run, step by step where they were measured."""
+def measure_run(name, folder):
+    """The losses, gradient norms and rates of a run of RUNS, step by step where they were measured."""
     torch.set_num_threads(1)
     data = write_random_walk_shards(folder / "data")
     cfg = parse_config(*RUNS[name], "--data-dir", data, "--out-dir", folder / "run")
@@ -60,11 +61,11 @@ def measure_run(name: str, folder: Path) -> dict[str, list[float]]:
     return {key: [float(f"{line[key]:.6g}") for line in lines if key in line] for key in keys}
 
 
-def hash_shards(shard_format: str, folder: Path) -> dict[str, str]:
-    """The sha256 of each shard of a few texts."""
+def hash_shards(shard_format, folder):
+    """{name: sha256} of each shard of a few texts."""
     source = write_jsonl(folder / "golden.jsonl", [{"text": text} for text in TRICKY_TEXTS])
     out = folder / "golden"
-    run_fineweb("--source", source, "--out", out, "--shard-size", "2000", "--format", shard_format)
+    run_fineweb("--shard-size 2000 --format", shard_format, "--source", source, "--out", out)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shards.shard_files(out)}
 
 
@@ -74,7 +75,7 @@ MEASURES = dict.fromkeys(RUNS, measure_run) | dict.fromkeys(("npy", "bin"), hash
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_golden_numbers_and_bytes(tmp_path, name):
-    golden = json.loads(GOLDEN.read_text()).get(name)
+    golden = read_json(GOLDEN).get(name)
     assert golden is not None, "to add its line: PYTHONPATH=. python tests/test_golden.py"
 
     found = MEASURES[name](name, tmp_path)
@@ -85,7 +86,7 @@ def test_golden_numbers_and_bytes(tmp_path, name):
         assert found[key] == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-4)), key
 
 
-def make_table(known: dict) -> None:
+def make_table(known):
     """Write golden.json, a line for each case; those that are `known` stay as they are."""
     lines = []
     for name, measure in MEASURES.items():
@@ -96,4 +97,4 @@ def make_table(known: dict) -> None:
 
 
 if __name__ == "__main__":
-    make_table(json.loads(GOLDEN.read_text()))
+    make_table(read_json(GOLDEN))

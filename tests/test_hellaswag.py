@@ -61,7 +61,7 @@ def rows(tmp_path):
 
 
 @torch.no_grad()
-def score_plainly(model, rows) -> torch.Tensor:
+def score_plainly(model, rows):
     """Loss of each ending, summed and mean over its tokens, (2, n, 4): one ending at a time, from the raw text."""
     encode = tokenizer.encoding().encode_ordinary
     losses = []

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, make_shards, run_main
+from helpers import TINY_FLAGS, make_shards, read_json, refused, run_main
 
 from model import GPT, GPTConfig
 from system.errors import UserError
@@ -66,7 +66,7 @@ def test_damage_is_found_wherever_it_is(good, name):
         except UserError as e:
             assert path.name in str(e)
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=path.name):
+    with refused(path.name):
         READERS[name](path)
 
 
@@ -108,7 +108,7 @@ def test_a_pickle_in_place_of_any_file_is_not_run(good, bomb, name):
     # torch's files have protocol 2, Python's own default is newer.
     for data in (pickle.dumps(bomb, 2), pickle.dumps(bomb, 5), array.getvalue(), archive):
         (good / name).write_bytes(data)
-        with pytest.raises(UserError):
+        with refused(str((good / name).parent)):
             READERS[name](good / name)
 
 
@@ -122,7 +122,7 @@ def test_a_pickle_in_a_checkpoint_runs_in_no_script(good, one_run, bomb, capsys)
         ("hub.py", "export", path, new),
         ("hub.py", "import", path, new),
         (*train, "--out-dir", new, "--init-from", path),
-        (*train, "--out-dir", run, "--resume", "auto"),
+        (*train, "--resume auto --out-dir", run),
     ):
         assert run_main(*command) == 1
         assert path.name in capsys.readouterr().err
@@ -138,7 +138,7 @@ NAMES_CODE = """{
 def test_modules_beside_the_weights_are_never_imported(good, bomb, monkeypatch):
     """Whatever config.json names; and transformers, which follows such names, is never given it."""
     folder = good / "hf"
-    config = json.loads((folder / "config.json").read_text()) | json.loads(NAMES_CODE)
+    config = read_json(folder / "config.json") | json.loads(NAMES_CODE)
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("modeling_x.py", "model.py", "__init__.py"):
         (folder / name).write_text(f"import os\nos.mkdir({bomb.mark!r})\n")

@@ -103,7 +103,7 @@ def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
     # Of what else is there, nothing is taken.
     (hub.root / "datasets/tester/fineweb10B/README.md").write_text("tokens")
     hub.add_hostile_file("../fineweb_train_000000.bin")
-    run("pull-data", "tester/fineweb10B", tmp_path / "out", "--limit-shards", "2", token="")
+    run("pull-data", "tester/fineweb10B", tmp_path / "out", "--limit-shards 2", token="")
 
     names = ["web[10B]_train_000001.bin", "web[10B]_train_000002.bin", "web[10B]_val_000000.bin"]
     assert sorted(read_bytes(tmp_path / "out")) == names
@@ -111,11 +111,11 @@ def test_a_set_without_a_manifest_is_pushed_and_pulled(run, hub, tmp_path):
 
 def test_a_limited_pull_lists_what_is_there(run, published, data, tmp_path):
     few = tmp_path / "few"
-    run("pull-data", "tester/toy", few, "--limit-shards", "1")
+    run("pull-data", "tester/toy", few, "--limit-shards 1")
     assert len(shards.find_shards(few, "train")) == 1 and shards.read_manifest(few).complete
 
     # The limit leaves out nothing that is there already.
-    for limit in ((), ("--limit-shards", "1")):
+    for limit in ((), ("--limit-shards 1",)):
         run("pull-data", "tester/toy", few, *limit)
         assert read_bytes(few) == read_bytes(data)
 
@@ -236,7 +236,7 @@ def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
 """)
     (trained_run / "model_00009.pt").unlink()
 
-    run("push-model", trained_run, "tester/run", *flags.split())
+    run("push-model", trained_run, "tester/run", flags)
     assert list_checkpoints(hub.root / "models/tester/run") == names
     run("pull-model", "tester/run", "moved")
     assert list_checkpoints(Path("moved")).split() == [name for name in names.split() if name.endswith("12")]

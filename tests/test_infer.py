@@ -7,12 +7,11 @@ import shutil
 import helpers
 import pytest
 import torch
-from helpers import write_tiny_model
+from helpers import write_model, write_tiny_model
 from networks import make_network
 
 import infer
 from tokens import tokenizer
-from weights import checkpoint
 from weights.open_model import open_model
 
 EOT = tokenizer.EOT
@@ -44,18 +43,18 @@ def test_greedy_tokens_are_those_of_the_model(run_main, run_dir):
     ids = encoding.encode(prompt)
     expected = open_model(run_dir).generate(torch.tensor([ids]), 20, temperature=0)[0, len(ids) :].tolist()
     flags = "--temperature 0 --max-new-tokens 20 --dtype float32 --json"
-    out = run_main(run_dir, prompt, *flags.split()).out
+    out = run_main(run_dir, prompt, flags).out
     assert json.loads(out) == {"prompt": prompt, "text": encoding.decode(expected), "tokens": expected}
 
 
 def test_a_seed_gives_the_same_samples(monkeypatch, run_main, run_dir):
     """Also of a prompt from standard input, as Windows writes it."""
     # More tokens than the context of 32.
-    flags = "--num-samples 3 --max-new-tokens 40 --json --dtype float32".split()
+    flags = "--num-samples 3 --max-new-tokens 40 --json --dtype float32"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf Hello\r\nthere\r\n\r\n")))
-    from_argument = run_main(run_dir, *flags, " Hello\nthere\n").out
-    from_stdin = run_main(run_dir / "model_00007.pt", "-", *flags).out
-    another_seed = run_main(run_dir, " Hello\nthere\n", *flags, "--seed", 43).out
+    from_argument = run_main(run_dir, flags, " Hello\nthere\n").out
+    from_stdin = run_main(run_dir / "model_00007.pt", "-", flags).out
+    another_seed = run_main(run_dir, " Hello\nthere\n", flags, "--seed 43").out
 
     samples = [json.loads(line) for line in from_argument.splitlines()]
     assert [len(sample["tokens"]) for sample in samples] == [40] * 3
@@ -73,20 +72,20 @@ def test_a_checkpoint_with_a_lower_val_loss_is_named(run_main, run_dir, tmp_path
 {"step": 7, "val_loss": 5}
 """)
     for path, is_named in ((run, True), (run / "model_00007.pt", False), (run_dir, False)):
-        err = run_main(path, "Hi", "--max-new-tokens", 1).err
+        err = run_main(path, "Hi", "--max-new-tokens 1").err
         assert "step 7" in err and (str(run / "model_00005.pt") in err) == is_named
 
 
 def test_prompts_are_text(run_main, run_dir):
     """A prompt cannot drive the terminal. An empty one starts a document."""
-    flags = "--max-new-tokens 4 --dtype float32".split()
+    flags = "--max-new-tokens 4 --dtype float32"
     for number, start in ((1, "\ufffd[2JHi"), (2, "--- sample 1\n\ufffd[2JHi")):
-        out = run_main(run_dir, "\x1b[2JHi", "--num-samples", number, *flags).out
+        out = run_main(run_dir, "\x1b[2JHi", "--num-samples", number, flags).out
         assert out.startswith(start) and "\x1b" not in out and out.count("--- sample") == number // 2 * 2
-    assert run_main(run_dir, *flags, "--", "-Hello").out.startswith("-Hello")
+    assert run_main(run_dir, flags, "--", "-Hello").out.startswith("-Hello")
     # The token between documents is one token: a prompt of 32 of them fills the context.
-    assert run_main(run_dir, "<|endoftext|>" * 32, *flags).out.startswith("<|endoftext|>")
-    assert run_main(run_dir, *flags, "--top-p", 1e-6).out == run_main(run_dir, *flags, "--temperature", 0).out != "\n"
+    assert run_main(run_dir, "<|endoftext|>" * 32, flags).out.startswith("<|endoftext|>")
+    assert run_main(run_dir, flags, "--top-p 1e-6").out == run_main(run_dir, flags, "--temperature 0").out != "\n"
 
 
 # ------------------------------------------------------------------------- streams
@@ -132,8 +131,8 @@ def test_a_network_beyond_float16_is_named(run_main, tmp_path):
     model = make_network()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(60_000)  # finite in float16, but not the logits
-    checkpoint.write(tmp_path / "model_00001.pt", checkpoint.model_file(model, 1))
-    message = run_main(tmp_path, *"Hi --dtype float16 --device cpu".split(), exit_code=1).err
+    write_model(tmp_path, model)
+    message = run_main(tmp_path, "Hi", "--dtype float16 --device cpu", exit_code=1).err
     assert "in float16: " in message and "--dtype float32" in message
 
 

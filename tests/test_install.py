@@ -57,7 +57,7 @@ esac
 
 @pytest.fixture
 def make(tmp_path):
-    """make("install", ...) -> the finished process, in a folder with what the Makefile reads."""
+    """make("install", ...) -> the finished process, and its calls of pip, in a folder with what the Makefile reads."""
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements.txt").write_text('numpy\ntorch==2.13.0; sys_platform != "darwin"\n')
@@ -66,15 +66,20 @@ def make(tmp_path):
     write_script(tmp_path / "python3", RECORDER)
     command = ["make", "UV=", f"PYTHON={tmp_path}/python3"]
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    return lambda *words: subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    def run(*words):
+        done = subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        calls = (tmp_path / "calls").read_text().splitlines()
+        return done, [call for call in calls if "pip install" in call]
+
+    return run
 
 
 @pytest.mark.parametrize("build, installs", [("cpu", 3), ("cu126", 1)])
-def test_torch_comes_alone_and_only_the_one_for_cpus_may_be_replaced(make, tmp_path, build, installs):
+def test_torch_comes_alone_and_only_the_one_for_cpus_may_be_replaced(make, build, installs):
     """By the usual one, where its index, which has old versions of all else, cannot be reached."""
-    done = make("install", f"TORCH_BUILD={build}")
+    done, calls = make("install", f"TORCH_BUILD={build}")
     assert (done.returncode == 0) == (build == "cpu")
-    calls = [call for call in (tmp_path / "calls").read_text().splitlines() if "pip install" in call]
     assert f"--no-deps --extra-index-url https://download.pytorch.org/whl/{build} torch==2.13.0;" in calls[0]
     assert len(calls) == installs and all("-r requirements.txt -c constraints.txt" in call for call in calls[1:2])
 
@@ -84,13 +89,11 @@ def test_torch_is_one_that_the_driver_runs(make, tmp_path, cuda, build):
     """And not 5 GB that it cannot run."""
     line = f"| NVIDIA-SMI 550.54    Driver Version: 550.54    CUDA Version: {cuda}     |"
     write_script(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{line}'\n")
-    done = make("install", "NVIDIA=/dev/nvidia0", "CC=true")
-    install = next(call for call in (tmp_path / "calls").read_text().splitlines() if "pip install" in call)
+    done, (install, *_) = make("install", "NVIDIA=/dev/nvidia0", "CC=true")
     assert ("/whl/" in install, "TORCH_BUILD=cu126" in done.stdout) == (bool(build), bool(build)) and build in install
 
 
 @pytest.mark.parametrize("lacks", ["CC=false", "PYTHON_H=none/Python.h"])
-def test_a_gpu_without_a_compiler_is_refused_before_the_download(make, tmp_path, lacks):
-    done = make("install", "NVIDIA=/dev/nvidia0", lacks)
-    assert done.returncode and "gcc python3-dev" in done.stderr
-    assert "pip install" not in (tmp_path / "calls").read_text()
+def test_a_gpu_without_a_compiler_is_refused_before_the_download(make, lacks):
+    done, calls = make("install", "NVIDIA=/dev/nvidia0", lacks)
+    assert done.returncode and "gcc python3-dev" in done.stderr and not calls

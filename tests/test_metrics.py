@@ -16,7 +16,7 @@ from model import GPT, GPTConfig
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
 
-def make_logger(folder, start_step=0, tracker="none") -> MetricsLogger:
+def make_logger(folder, start_step=0, tracker="none"):
     """The logger of a run that starts or resumes at a step: gpt2-124m at $20 an hour, but with a small model."""
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd 20")
@@ -63,7 +63,7 @@ def test_a_full_disk_delays_lines_but_not_the_run(tmp_path):
 # ------------------------------------------------------------------------- trackers
 
 
-def log_steps(folder, tracker, start_step, end_step) -> None:
+def log_steps(folder, tracker, start_step, end_step):
     """What a run logs that starts or resumes at a step, and ends before another: samples at step 4."""
     logger = make_logger(folder, start_step, tracker)
     for step in range(start_step, end_step):

@@ -121,7 +121,7 @@ def test_a_compiler_that_fails_on_a_gpu_is_an_error(monkeypatch, card, is_compil
     assert is_compilers == all(word in str(found.value) for word in ("gcc python3.", "--no-compile"))
 
 
-def take_rank_1_its_compiler() -> None:
+def take_rank_1_its_compiler():
     """A `prepare` for ranks of which the second has no compiler, and the first needs none."""
 
     def backend(graph, inputs):

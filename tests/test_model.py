@@ -12,7 +12,7 @@ from networks import NETWORKS, make_network
 from model import GPT, VOCAB_SIZE, GPTConfig, KVCache, Sampler
 
 
-def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
+def make_idx(B=2, T=24):
     """Random ids (B, T), the same in every call."""
     return torch.randint(50257, (B, T), generator=torch.Generator().manual_seed(1))
 
@@ -20,8 +20,9 @@ def make_idx(B: int = 2, T: int = 24) -> torch.Tensor:
 # ------------------------------------------------------------------------- the network
 
 
-def plain_logits(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """Every network by its formulas: one head at a time, and rotations as products of complex numbers."""
+def plain_logits(model, idx):
+    """The logits (B, T, V) of every network by its formulas: one head at a time, and rotations as products of complex
+    numbers."""
     config, T, hs = model.config, idx.size(1), model.config.head_size
     weights = {name.removeprefix("transformer."): weight for name, weight in model.state_dict(keep_vars=True).items()}
     activation = {

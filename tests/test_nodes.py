@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 
 import pytest
 from helpers import ROOT, assert_curves_close, load_curve, same_weights
@@ -15,7 +14,7 @@ LAST_STEP = 60
 RUN_FLAGS = f"--max-steps {LAST_STEP} --save-every 10 --val-every 40 --resume auto"
 
 
-def start_machines(tiny_args, out) -> list[subprocess.Popen]:
+def start_machines(tiny_args, out):
     """The torchruns of two machines."""
     flags = "--nnodes=2 --nproc_per_node=1 --max-restarts=2 --rdzv-backend=c10d --local-addr=127.0.0.1"
     flags += f" --rdzv-endpoint=127.0.0.1:{find_free_port()}"
@@ -24,7 +23,7 @@ def start_machines(tiny_args, out) -> list[subprocess.Popen]:
     return [start_torchrun(*command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for _ in range(2)]
 
 
-def wait_for_ends(machines) -> str:
+def wait_for_ends(machines):
     """What they have printed; fails the test if one has failed."""
     output = "".join(machine.communicate(timeout=180)[0] for machine in machines)
     assert not any(machine.returncode for machine in machines), output

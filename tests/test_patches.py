@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,13 +33,13 @@ FLAGS_OF_THE_PATCH = "PATCH_FLAGS"  # an environment variable
 KILL_TEST = "tests/test_patches.py::test_a_killed_run_ends_with_the_same_bits"
 
 
-def read_words(patch: Path, name: str) -> list[str]:
+def read_words(patch, name):
     """The words after "# NAME:" in the lines before the diff."""
     head = patch.read_text().partition("diff --git ")[0]
     return shlex.split(" ".join(re.findall(rf"^# {name}:(.*)$", head, re.MULTILINE)))
 
 
-def copy_tree(folder: Path) -> None:
+def copy_tree(folder):
     """Copy the tracked files, as they are now."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -69,7 +68,7 @@ def test_the_patch_applies_and_passes(tmp_path, name):
 # ------------------------------------------------------------------------- what each patch must survive
 
 
-def write_newest_format(folder: Path) -> None:
+def write_newest_format(folder):
     """Rewrite the shards of a folder in the last format of the table, which is a patch's if it adds one."""
     for file in shards.list_shards(folder):
         tokens = shards.read_shard(file.path)
@@ -77,7 +76,7 @@ def write_newest_format(folder: Path) -> None:
         shards.write_shard(file.path.with_suffix([*shards.FORMATS][-1]), tokens)
 
 
-def train_and_die(train, flags: list) -> int:
+def train_and_die(train, flags):
     """Train "killed" in a forked process, which is killed within step 7 of 12; returns the signal that it died of. Of
     two saves before, at steps 3 and 6, the later one may still be written."""
     child = os.fork()
@@ -97,13 +96,13 @@ def train_and_die(train, flags: list) -> int:
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
-def measured(run: Path) -> list[dict]:
+def measured(run):
     """The lines of metrics.jsonl, without the times."""
     times = {"step_ms", "wait_ms", "tokens_per_second", "mfu"}
     return [{key: value for key, value in row.items() if key not in times} for row in load_metrics(run)]
 
 
-def state_of(run: Path) -> list:
+def state_of(run):
     """All that the newest checkpoint has besides the weights."""
     saved = checkpoint.read_train_state(run)
     return [saved[key] for key in ("step", "sequences", "parts")]

@@ -1,6 +1,5 @@
 """The plan before a run: steps, data, disk, time and money; what --dry-run measures and --card predicts."""
 
-import json
 import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -8,14 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import CPU, choices, parse_config, read_table, run_main, train_quickstart, write_jsonl
+from helpers import CPU, choices, parse_config, read_json, read_table, refused, run_main, write_jsonl
 
 from lifecycle import plan
 from model import GPT
 from system import machine
 from system.cards import find_cards
 from system.distributed import Runtime
-from system.errors import UserError
 from training import optim
 from training.build import build_trainer
 from training.config import TrainConfig
@@ -23,7 +21,7 @@ from training.presets import PRESETS
 
 
 def test_config_json_has_the_settings_and_the_software(one_run):
-    saved = json.loads((one_run / "config.json").read_text())
+    saved = read_json(one_run / "config.json")
     settings = {field.name: saved[field.name] for field in fields(TrainConfig)}
     assert TrainConfig.from_dict(settings).max_steps == saved["resolved_max_steps"] == 12
     assert saved["versions"] == machine.versions() and saved["versions"]["torch"] == str(torch.__version__)
@@ -33,10 +31,10 @@ def test_config_json_has_the_settings_and_the_software(one_run):
 
 
 @pytest.mark.parametrize("optimizer", choices(TrainConfig, "optimizer"))
-def test_a_checkpoint_is_no_larger_than_assumed(tiny_args, tmp_path, optimizer):
-    run = train_quickstart(tiny_args, tmp_path / "run", "--max-steps", "1", "--optimizer", optimizer)
+def test_a_checkpoint_is_no_larger_than_assumed(train, tiny_config, optimizer):
+    run = train("run", "--max-steps 1 --optimizer", optimizer)
     size = sum(path.stat().st_size for path in run.glob("*_00001.pt"))
-    cfg = parse_config("quickstart", *tiny_args, "--optimizer", optimizer)
+    cfg = tiny_config("--optimizer", optimizer)
     model = GPT(cfg.model)
     assumed = build_trainer(model, cfg, CPU, 1).state.num_bytes()
     assert assumed == 4 * model.num_params() + optim.state_bytes(model, cfg)
@@ -55,24 +53,24 @@ SAVES = """
 
 
 @pytest.mark.parametrize("row", read_table(SAVES))
-def test_the_disk_must_hold_what_is_saved(tiny_args, tmp_path, monkeypatch, row):
+def test_the_disk_must_hold_what_is_saved(tiny_config, tmp_path, monkeypatch, row):
     save_every, keep, step, there, saves = map(int, row)
     disk = SimpleNamespace()
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: disk)
     monkeypatch.setattr(plan, "complete_steps", lambda run_dir: range(there))
-    cfg = parse_config("quickstart", *tiny_args, "--save-every", save_every, "--keep", keep, "--out-dir", tmp_path)
+    cfg = tiny_config("--save-every", save_every, "--keep", keep, "--out-dir", tmp_path)
     state = SimpleNamespace(step=step, num_bytes=lambda: 1000)
     disk.free = saves * 1000
     plan.check_disk(cfg, state, 12)
     disk.free -= 1
-    with pytest.raises(UserError, match=rf"^{saves} "):
+    with refused(rf"^{saves} "):
         plan.check_disk(cfg, state, 12)
 
 
-def test_a_full_disk_is_refused_before_the_first_step(tiny_args, tmp_path, monkeypatch):
+def test_a_full_disk_is_refused_before_the_first_step(train, monkeypatch):
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    with pytest.raises(UserError, match="4 checkpoints"):
-        train_quickstart(tiny_args, tmp_path / "run")
+    with refused("4 checkpoints"):
+        train("run")
 
 
 # ------------------------------------------------------------------------- the result
@@ -98,7 +96,7 @@ def test_the_best_step_is_that_of_all_evaluations(trained_run, capsys, losses, n
 # ------------------------------------------------------------------------- --dry-run
 
 
-def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
+def test_a_dry_run_counts_all_micro_steps(tiny_config, monkeypatch, capsys):
     """Of 8 sequences, two at a time on each of two ranks, on a clock by which a micro-step takes a second, and what
     comes once a step a second, too."""
     seconds = []  # one entry for each second that has passed
@@ -107,24 +105,21 @@ def test_a_dry_run_counts_all_micro_steps(tiny_args, monkeypatch, capsys):
     monkeypatch.setattr(plan.time, "perf_counter", lambda: len(seconds))
     monkeypatch.setattr(plan, "build_trainer", lambda *args: trainer)
     monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, value])
-    cfg = parse_config("quickstart", *tiny_args, "--gpu-hour-usd", "600")
-    plan.dry_run(cfg, replace(CPU, world_size=2))
+    plan.dry_run(tiny_config("--gpu-hour-usd 600"), replace(CPU, world_size=2))
     out = capsys.readouterr().out
     assert f"3,000 ms: {256 / 3:.0f} tokens/s, MFU unknown" in out  # two micro-steps, and the rest
     assert f"${600 * 2 * 12 * 3 / 3600:.2f}" in out
 
 
-def test_a_dry_run_on_two_ranks_prints_one_plan(tiny_args, tmp_path, run_ranks):
+def test_a_dry_run_on_two_ranks_prints_one_plan(train_ranks, tmp_path):
     """It needs no data, and leaves nothing behind."""
-    run_dir = tmp_path / "run"
-    flags = [*tiny_args, "--data-dir", "nowhere", "--dry-run", "--out-dir", run_dir]
-    out = run_ranks(2, "train_gpt2.py", "quickstart", *flags)
+    out = train_ranks(2, "run", "--data-dir nowhere --dry-run")
     assert "2 x 1 x 4 x 32" in out and out.count("12 steps take") == 1
-    assert not run_dir.exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_of_a_resume_counts_what_is_left(tiny_args, trained_run, capsys):
-    flags = [*tiny_args, "--resume", "auto", "--out-dir", trained_run, "--max-steps", "20"]
+    flags = [*tiny_args, "--resume auto --max-steps 20 --out-dir", trained_run]
     plan.dry_run(parse_config("quickstart", *flags), CPU)
     out = capsys.readouterr().out
     assert "12 to 20, each of" in out and "\n8 steps take" in out
@@ -201,7 +196,7 @@ def test_a_prediction_says_whether_a_run_fits(preset, cards, zero_stage, verdict
 
 def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert run_main(*"train_gpt2.py gpt2-124m --card 2xA100-80GB --gpu-hour-usd 1.5".split()) == 0
+    assert run_main("train_gpt2.py", "gpt2-124m", "--card 2xA100-80GB --gpu-hour-usd 1.5") == 0
     out = capsys.readouterr().out
     hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600
     assert f"19,073 steps take 7h37m, ${2 * 1.5 * hours:.2f}" in out
@@ -230,18 +225,17 @@ def test_the_price_has_what_is_done_between_steps():
     assert dollars[0] + dollars[1] == pytest.approx(dollars[2], abs=0.02) and dollars[1] > 10
 
 
-def test_a_prediction_counts_the_data_that_are_there(tiny_args):
-    data_dir = parse_config("quickstart", *tiny_args).data_dir
-    cfg = parse_config("finetune", "--data-dir", data_dir, "--sequence-length", "32", "--total-batch-size", "256")
+def test_a_prediction_counts_the_data_that_are_there(tiny_data):
+    cfg = parse_config("finetune", "--sequence-length 32 --total-batch-size 256 --data-dir", tiny_data)
     steps = cfg.epochs * plan.open_data(cfg)[0].order.sequences_per_epoch // 8
     assert steps and f"\n{steps:,} steps take" in plan.predict(cfg, "H100")
-    with pytest.raises(UserError, match="nowhere"):
+    with refused("nowhere"):
         plan.predict(replace(cfg, data_dir="nowhere"), "H100")
 
 
 @pytest.mark.parametrize("times, warns", [(4, False), (4.5, True)])
-def test_data_that_are_read_too_often_are_a_warning(tiny_args, capsys, times, warns):
-    cfg = parse_config("quickstart", *tiny_args)
+def test_data_that_are_read_too_often_are_a_warning(tiny_config, capsys, times, warns):
+    cfg = tiny_config()
     data, _ = plan.open_data(cfg)
     steps = int(times * data.order.sequences_per_epoch / plan.sequences_at(0, cfg))
     plan.print_plan(cfg, CPU, GPT(cfg.model), data, 0, steps)

@@ -54,11 +54,11 @@ def test_a_run_moves_between_numbers_of_ranks(train_ranks, one_run, trained_run,
     assert_curves_close(trained_run, one_run)
 
 
-def test_every_feature_works_on_two_ranks(train, train_ranks, tiny_args, tmp_path):
+def test_every_feature_works_on_two_ranks(train, train_ranks, tiny_config, tmp_path):
     """What one rank did alone would hang. 65 sequences of validation and 7 rows of HellaSwag do not divide evenly. Muon
     and AdamW are sharded, and have bfloat16 weights, which round the gradients of each rank, too."""
     size = "--model.vocab-size 50304 --model.n-embd 8"
-    weights = write_model(tmp_path, GPT(parse_config("quickstart", *tiny_args, size).model))
+    weights = write_model(tmp_path, GPT(tiny_config(size).model))
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
     flags = [size, "--init-from", weights, "--hellaswag-data", rows]
     flags += ["--val-tokens 2080 --hellaswag-every 2 --sample-every 2 --zero-stage 1 --overfit-single-batch"]
@@ -87,7 +87,7 @@ def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
 # ------------------------------------------------------------------------- stopped and resumed
 
 
-def signal_rank_1_in(module, name) -> None:
+def signal_rank_1_in(module, name):
     """A `prepare` for ranks of which the second gets a SIGTERM when it first calls this function. They write slowly,
     and print, when their training ends, which checkpoint there is."""
     function, calls = getattr(sys.modules[module], name), itertools.count()
@@ -127,7 +127,7 @@ def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(train_ranks, tmp_path)
     assert same_weights(run, whole, 4)
 
 
-def check_shares() -> None:
+def check_shares():
     """The script of a rank: after a step, the ranks together keep each number of the optimizers' state once."""
     cfg = parse_config("quickstart", *sys.argv[1:])
     with distributed.session("cpu") as rt:
@@ -150,7 +150,7 @@ def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
 # ------------------------------------------------------------------------- ranks that differ
 
 
-def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, trained_run, tmp_path, monkeypatch):
+def test_what_ranks_must_share_is_compared(tiny_config, tiny_data, trained_run, tmp_path, monkeypatch):
     """Two machines may have another checkpoint, network, shards or HellaSwag rows. Other cards round
     otherwise."""
     rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
@@ -160,7 +160,7 @@ def test_what_ranks_must_share_is_compared(tiny_args, tiny_data, trained_run, tm
     monkeypatch.setattr(Runtime, "check_equal", check_equal)
 
     def describe(*words, step=3):
-        cfg = parse_config("quickstart", *tiny_args, "--hellaswag-every 4 --out-dir new", *words)
+        cfg = tiny_config("--hellaswag-every 4 --out-dir new", *words)
         with pytest.raises(InterruptedError):
             start.open_run(replace(cfg, resume=model_path(trained_run, step)), CPU)
         return set(check_equal.call_args.args[0].items())
@@ -185,7 +185,7 @@ def test_rank_0_says_whether_the_last_step_is_evaluated(one_run, monkeypatch):
     assert not start.is_complete(run)
 
 
-def change_the_seed_of_rank_1() -> None:
+def change_the_seed_of_rank_1():
     """A `prepare` for ranks of which the second was started with another --seed."""
     if os.environ["RANK"] == "1":
         sys.argv += ["--seed", "7"]
@@ -199,7 +199,7 @@ def test_a_run_compares_its_ranks_before_it_trains(train_ranks, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def change_weights_of_rank_1() -> None:
+def change_weights_of_rank_1():
     """A `prepare` for ranks of which the second draws other random numbers, as another processor may, and computes one
     number wrongly, by one bit, in its fifth update."""
     if os.environ["RANK"] == "0":
@@ -223,7 +223,7 @@ def test_ranks_that_drift_apart_end_the_run(train_ranks, tmp_path, one_run):
     assert_curves_close(run, one_run)
 
 
-def change_the_network() -> None:
+def change_the_network():
     """A `prepare` for ranks of a fork: the first block is frozen, and each block has dropout and a running mean."""
     init, forward = Block.__init__, Block.forward
 
@@ -241,8 +241,8 @@ def change_the_network() -> None:
     Block.__init__, Block.forward = init_with_buffer, forward_with_dropout
 
 
-def test_a_fork_with_frozen_parameters_dropout_and_buffers_resumes_to_the_same_bits(train_ranks, tiny_args, tmp_path):
-    cfg = parse_config("quickstart", *tiny_args)
+def test_a_fork_with_frozen_parameters_dropout_and_buffers_resumes_to_the_same_bits(train_ranks, tiny_config, tmp_path):
+    cfg = tiny_config()
     torch.manual_seed(cfg.seed)
     before = GPT(cfg.model).state_dict()
     train_ranks(2, "run", "--max-steps 6", prepare=change_the_network)

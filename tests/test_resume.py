@@ -46,7 +46,7 @@ INTERRUPTIONS = [
 ]
 
 
-def send_signal_at(patch, stop, owner, name, call) -> None:
+def send_signal_at(patch, stop, owner, name, call):
     """Let `stop` receive a SIGTERM at a place of INTERRUPTIONS."""
     function, calls = getattr(owner, name), itertools.count(1)
 
@@ -111,7 +111,7 @@ def refuses(train, trained_run):
     """refuses("--resume none", names="...") -> trained_run's command with these flags fails with that message, and
     nothing in the folder has changed."""
 
-    def check(*flags, names: str) -> None:
+    def check(*flags, names):
         before = read_bytes(trained_run)
         with refused(names):
             train(trained_run, *flags)
@@ -220,8 +220,8 @@ def test_a_run_keeps_the_weights_that_it_began_from(train, trained_run, capsys):
     assert checkpoint.read_train_state(trained_run)["config"]["init_from"] == "scratch"
 
 
-def write_weights(folder, **network) -> GPTConfig:
-    """Weights of step 7 in a folder, and what their network is."""
+def write_weights(folder, **network):
+    """Write weights of step 7 into a folder; returns the GPTConfig of their network."""
     config = GPTConfig(block_size=32, vocab_size=320, n_head=2, n_embd=32, **network)
     write_model(folder, GPT(config), 7)
     return config

@@ -40,7 +40,7 @@ def make_export(tmp_path):
     return make
 
 
-def log_probabilities(model) -> torch.Tensor:
+def log_probabilities(model):
     """(T, V) of the tokens that follow each of IDS."""
     with torch.no_grad():
         return model(torch.tensor([IDS]))[0][0, :, :50257].float().log_softmax(-1)

@@ -57,10 +57,8 @@ def test_the_state_of_an_optimizer_is_by_name_and_has_its_own_types(trainer):
     assert loaded["transformer.wte.weight"]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_the_state_of_an_optimizer_may_be_numbers_lists_and_tensors_of_any_shape():
+def test_the_state_of_an_optimizer_may_be_numbers_lists_and_tensors_of_any_shape(trainer):
     """As SOAP's and Shampoo's; sharded, too."""
-    trainer = build(BASE)
-    take_step(trainer, 0)
     weight = trainer.weights["transformer.wpe.weight"]
     trainer.optimizers["adamw"].state[weight] |= {"bases": [torch.eye(3, dtype=torch.bfloat16), None], "count": 7}
     saved = trainer.state.copy()

@@ -13,7 +13,6 @@ from helpers import (
     err_in_update_5,
     load_curve,
     load_weights,
-    parse_config,
     same_bits,
     same_weights,
 )
@@ -26,7 +25,7 @@ from weights import checkpoint
 from weights.run_folder import complete_steps, optim_path
 
 
-def test_gradients_are_reduced_once_a_step(tiny_args):
+def test_gradients_are_reduced_once_a_step(tiny_config):
     """DDP reduces in the backward pass of the last of three micro-batches only. Their losses are averaged."""
     reduced = []
 
@@ -35,7 +34,7 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
         loss = torch.ones((), requires_grad=True) * len(reduced)
         return loss, loss.detach()
 
-    cfg = parse_config("quickstart", *tiny_args)
+    cfg = tiny_config()
     trainer = replace(build_trainer(GPT(cfg.model), cfg, CPU, 12), ddp_loss=forward)
     loss, _ = trainer.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
     assert reduced == [False, False, True] and loss == pytest.approx(2)
@@ -44,7 +43,7 @@ def test_gradients_are_reduced_once_a_step(tiny_args):
 # ------------------------------------------------------------------------- a loss or gradient that is not finite
 
 
-def poison(monkeypatch, at=lambda micro_step: True) -> None:
+def poison(monkeypatch, at=lambda micro_step: True):
     """From now on, let the loss of these micro-steps of training be NaN; 0 is the first one."""
     forward, micro_steps = torch.nn.Embedding.forward, itertools.count()
 
@@ -56,7 +55,7 @@ def poison(monkeypatch, at=lambda micro_step: True) -> None:
     monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned_forward)
 
 
-def report_a_bad_norm_on_rank_1() -> None:
+def report_a_bad_norm_on_rank_1():
     """From step 2 on, rank 1 alone reads a norm that is not finite, as from a faulty card."""
     compute_gradients, steps = Trainer.compute_gradients, itertools.count()
 
@@ -110,7 +109,7 @@ def train_in_float16(train, monkeypatch):
     return partial(train, "run", "--dtype float16 --param-dtype bfloat16 --optimizer muon --save-every 1")
 
 
-def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True) -> None:
+def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True):
     """Multiply the gradient of the parameter `name` of every model by a factor, in these of its backward passes."""
     to, backwards = GPT.to, itertools.count()
 

@@ -56,7 +56,7 @@ def test_signal_to_torchrun_and_ranks_loses_nothing(tiny_args, tmp_path):
     assert "stopped by" in output and latest_step(out) == len(load_metrics(out)), output[-3000:]
 
 
-def print_and_signal() -> None:
+def print_and_signal():
     """A script that is sent two signals while it prints."""
     with StopRequest().handle_signals():
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()

@@ -11,7 +11,6 @@ from helpers import (
     load_curve,
     load_weights,
     make_hellaswag_rows,
-    parse_config,
     same_bits,
     write_jsonl,
     write_slowly,
@@ -52,9 +51,9 @@ def train_three_steps(cfg, folder) -> dict[str, torch.Tensor]:
     return load_weights(folder, 3)
 
 
-def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path):
+def test_every_setting_of_the_recipe_moves_a_weight(tiny_config, tmp_path):
     """Alone, in a real run with Muon: a setting that the loop does not apply would be a flag that does nothing."""
-    base = parse_config("quickstart", *tiny_args, MOVING)
+    base = tiny_config(MOVING)
     weights, without_effect = train_three_steps(base, tmp_path / "base"), []
     for setting in {field.name for field in fields(Recipe)} - {"model"}:  # which test_model.py tests
         value = OFF_DEFAULT[setting]
@@ -65,15 +64,17 @@ def test_every_setting_of_the_recipe_moves_a_weight(tiny_args, tmp_path):
     assert without_effect == []
 
 
-def test_no_other_setting_moves_a_weight(tiny_args, tmp_path):
-    """A resumed run may have other values of these: a setting by which weights differ belongs in Recipe."""
-    base = parse_config("quickstart", *tiny_args, MOVING)
+def test_no_other_setting_moves_a_weight(tiny_config, tmp_path):
+    """Nor does an evaluation. A resumed run may have other values of these: a setting by which weights differ belongs
+    in Recipe."""
+    base = tiny_config(MOVING, "--val-every 1")
     left_out = {"compile", "val_tokens", "stop_off_track", "epochs", "max_steps"}
     changed = {}
     for field in fields(TrainConfig):
         if field.name not in {*get_type_hints(Recipe), *left_out} and type(field.default) in (bool, int, float):
             changed[field.name] = type(field.default)(not field.default)
     weights = train_three_steps(base, tmp_path / "base")
+    assert load_curve(tmp_path / "base")[1][1]  # the val loss of step 1
     assert len(changed) > 6 and same_bits(weights, train_three_steps(replace(base, **changed), tmp_path / "changed"))
 
 

@@ -68,11 +68,11 @@ class Hub:
         for name, value in values.items():
             monkeypatch.setattr(constants, name, value)
 
-    def add_hostile_file(self, path: str) -> None:
+    def add_hostile_file(self, path):
         """Every listing has a file that leads out of the folder."""
         self.extra_tree.append({"type": "file", "path": path, "size": 1, "oid": "0" * 40})
 
-    def take_fault(self, method: str, path: str) -> Fault | None:
+    def take_fault(self, method, path):
         """The fault that hits this request, if any."""
         for fault in self.faults:
             if fault.path in path and fault.code:
@@ -87,14 +87,14 @@ class Refused(Exception):
     """An error that the Hub answers: HTTP status, and the code that huggingface_hub looks at."""
 
 
-def hash_of(path: Path) -> str:
+def hash_of(path):
     """The sha256 of a file; of a folder a hash of everything in it, for a branch in the place of its commit's."""
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return hashlib.sha1(json.dumps(list_files(path)).encode()).hexdigest()
 
 
-def list_files(branch: Path, below: str = "", pattern: str = "**/*") -> list[dict]:
+def list_files(branch, below="", pattern="**/*"):
     """The files and folders of a branch as the Hub lists them: a large file by its sha256, a small one by git's."""
     entries = []
     for path in sorted((branch / below).glob(pattern)):
@@ -116,11 +116,11 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else each answer waits 40 ms
 
-    def log_request(self, *args) -> None:
+    def log_request(self, *args):
         """Called before the answer is sent, so that a test which sees the answer also sees the log."""
         self.hub.log.append((self.command, self.path))
 
-    def respond(self) -> None:
+    def respond(self):
         """Read a request, and send its answer or the fault that is planted for it."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.status, self.answer_headers = 200, {}
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = respond
 
-    def find_answer(self, path: str, body: bytes) -> bytes | dict | list:
+    def find_answer(self, path, body):
         """The content of a file, or what to send as JSON."""
         stored = self.hub.root / ".lfs"
         parts = path.removeprefix("/").removeprefix("api/").split("/")

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch
 from corpora import read_bytes
 from helpers import TINY_FLAGS, load_curve, write_jsonl, write_random_walk_shards
-from processes import Script, forkserver_context, start_ranks
+from processes import forkserver_context, start_ranks
 
 from system.settings import ArgumentParser
 from weights import checkpoint
@@ -37,7 +37,7 @@ TRAIN = "--device cpu --max-steps 40 --save-every 2 --shuffle --resume auto"
 class Job:
     """A command that fills a folder and that, run again, fills what is missing. Its last word is the folder's flag."""
 
-    def __init__(self, folder: Path, ranks: int, *command):
+    def __init__(self, folder, ranks, *command):
         folder.mkdir()
         self.name, self.ranks, self.command = folder.name, ranks, command
         self.out, self.log = folder / "out", folder / "log"
@@ -47,16 +47,16 @@ class Job:
         self.seconds = time.monotonic() - start_time
         self.bits = self.read_bits()
 
-    def start(self, **how) -> list[Script]:
+    def start(self, **how):
         """A process for each rank."""
         return start_ranks(self.ranks, *self.command, self.out, log=self.log, **how)
 
-    def run(self, **how) -> Script:
+    def run(self, **how):
         """The first rank, once all have ended."""
         first, *_ = [rank.wait() for rank in self.start(**how)]
         return first
 
-    def read_bits(self) -> object:
+    def read_bits(self):
         """The folder; of a run the weights and the optimizer state of the last step, and the losses of all."""
         if self.command[0] != "train_gpt2":
             return read_bytes(self.out)
@@ -64,7 +64,7 @@ class Job:
         torch.save(checkpoint.read_train_state(path)["parts"], state)
         return load_curve(self.out), path.name, path.read_bytes(), state.getvalue()
 
-    def kill(self, rng: random.Random) -> bool:
+    def kill(self, rng):
         """SIGKILL of the process, or of one or both ranks, at any moment, up to three times. Whether one hit."""
         hits = 0
         for _ in range(rng.randint(1, 3)):
@@ -83,13 +83,13 @@ class Job:
                 rank.process.join()
         return hits > 0
 
-    def fill_disk(self, rng: random.Random) -> bool:
+    def fill_disk(self, rng):
         """As on a disk without room for a larger file: a write beyond some size of a file fails. Whether one did."""
         size = int(2 ** rng.uniform(13, 18.5))
         return self.run(prepare=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))).exit_code != 0
 
 
-def main() -> None:
+def main():
     parser = ArgumentParser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and places of the faults")
     parser.add_argument("--faults", type=int, default=100, help="how many, to each command in turn")
