@@ -61,15 +61,17 @@ class Loss(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
         """idx, targets (B, T) int64 -> the mean of what training minimizes, whose gradients are wanted, and the mean
         cross-entropy, both per token; None and the cross-entropy where no gradients are wanted (torch.no_grad).
-        Targets of -100 are left out."""
-        model = self.model
-        x = model.hidden(idx, blocks=self.compiled_blocks if self.compiles else ())  # (B, T, C)
-        x = model.transformer.ln_f(x).flatten(0, 1)  # (B, T, C) -> (B * T, C)
-        with torch.no_grad():  # ChunkedHead computes the gradient of the weight
-            head = model.round_head()
-        targets = targets.flatten()
-        objective, loss = ChunkedHead.apply(x, model.lm_head.weight, head, targets, self, torch.is_grad_enabled())
+        Targets of -100 are left out. A loss of the blocks themselves, as of a mixture of experts, is added here."""
+        x = self.model.hidden(idx, blocks=self.compiled_blocks if self.compiles else ())  # (B, T, C)
+        objective, loss = self.head_losses(x.flatten(0, 1), targets.flatten())  # (B * T, C), (B * T,)
         return (objective, loss) if torch.is_grad_enabled() else (None, loss)
+
+    def head_losses(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """x (N, C) as of GPT.hidden, targets (N,) -> the mean objective and the mean cross-entropy, chunk by chunk."""
+        x = self.model.transformer.ln_f(x)
+        with torch.no_grad():  # ChunkedHead computes the gradient of the weight
+            head = self.model.round_head()
+        return ChunkedHead.apply(x, self.model.lm_head.weight, head, targets, self, torch.is_grad_enabled())
 
     def finish_chunk(self, products: Tensor, shift: Tensor | None, targets: Tensor, with_gradients: bool) -> tuple:
         """The summed objective and cross-entropy of a chunk: products (R, V) and shift (R,) of Head, targets (R,). With
@@ -198,6 +200,15 @@ class ChunkedHead(torch.autograd.Function):
 # ------------------------------------------------------------------------- a check
 
 
+class AutogradLoss(Loss):
+    """The same by GPT.logits and autograd, with all logits at once."""
+
+    def head_losses(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model.logits(x)  # (N, V)
+        losses = token_losses(logits, targets)
+        return token_objectives(logits, losses).mean(), losses.mean()
+
+
 def check_gradients(model: GPT) -> None:
     """Raise UserError, before a run begins, unless the chunks give each parameter the gradient that autograd gives it
     from GPT.logits: of a head that multiplies, adds or reads something else, they know nothing.
@@ -220,8 +231,7 @@ def check_gradients(model: GPT) -> None:
     trained: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     Loss(model, compiles=False)(x, y)[0].backward()
     allowed = {name: 0.05 * p.grad.norm() + 1e-6 for name, p in trained.items() if p.grad is not None}
-    logits = model.logits(model.hidden(x))[0]  # (T, V)
-    (-token_objectives(logits, token_losses(logits, y[0])).mean()).backward()
+    (-AutogradLoss(model, compiles=False)(x, y)[0]).backward()
     for name, p in trained.items():
         require(p.grad is not None, f"{name} gets no gradient: nothing would train it")
         is_same = name in allowed and not p.grad.norm() > allowed[name]
