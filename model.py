@@ -210,6 +210,10 @@ class StackedLinear(nn.Linear):
         return super().forward(x).split(self.matrix_rows, dim=-1)
 
 
+class Projection(nn.Linear):
+    """A linear layer whose output is added to the residual stream: GPT draws its first weights smaller."""
+
+
 class KVCache:
     """Keys and values of the positions already seen, for up to `max_len` positions.
 
@@ -249,7 +253,7 @@ class Attention(nn.Module):
 
         C = config.n_embd
         self.c_attn = StackedLinear(C, (C, C, C), bias=config.bias)  # queries, keys, values
-        self.c_proj = nn.Linear(C, C, bias=config.bias)
+        self.c_proj = Projection(C, C, bias=config.bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
         """x (B, T, C) -> (B, T, C). cos_sin: RoPE's angles (2, T, 1, hs / 2), if used. cache: of earlier positions."""
@@ -294,7 +298,7 @@ class MLP(nn.Module):
         super().__init__()
         # Four times as wide inside, as in the original transformer.
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = Projection(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -404,11 +408,13 @@ class GPT(nn.Module):
 
         # Each layer adds the outputs of two projections to the residual stream. Smaller weights in deeper networks keep
         # the variance of the stream independent of the depth. modded-nanogpt starts them, and the head, at zero.
-        for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=std / math.sqrt(2 * config.n_layer))
-            if config.zero_init_projections and name.endswith(("c_proj.weight", "lm_head.weight")):
-                nn.init.zeros_(p)
+        for module in self.modules():
+            if isinstance(module, Projection):
+                nn.init.normal_(module.weight, std=std / math.sqrt(2 * config.n_layer))
+                if config.zero_init_projections:
+                    nn.init.zeros_(module.weight)
+        if config.zero_init_projections and not config.tied_head:
+            nn.init.zeros_(self.lm_head.weight)
 
         # A norm on the embedding undoes its scale, which then only sets how fast it learns: modded-nanogpt's standard
         # deviation is 1. A tied head would see the scale, so there it stays.

@@ -106,7 +106,8 @@ def train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
             wait_time = time.perf_counter()
             batch = next(batches)
             start_time = time.perf_counter()
-            torch.manual_seed(cfg.seed + step)  # [resume] for what draws random numbers, as dropout does
+            # [resume] What draws random numbers, as dropout does, draws those of the step and the rank.
+            torch.manual_seed(cfg.seed + step * rt.world_size + rt.rank)
             loss, norm = trainer.compute_gradients(batch)
 
             # [ranks] One collective sums three numbers over the ranks: their shares of the mean loss, how many were

@@ -301,7 +301,7 @@ def train(cfg: Config) -> None:
         # those of the sum of the losses. We want those of the mean over the whole batch. Each loss is the mean of its
         # micro-batch, and all micro-batches have one size: divided by their number, the losses sum to that mean.
         start = time.perf_counter()
-        torch.manual_seed(cfg.seed + step)  # so a resumed run draws the same random numbers, if dropout does
+        torch.manual_seed(cfg.seed + step * world_size + rank)  # of dropout, the same numbers in a resumed run
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(micro_steps):
             # The ranks average the sum, in the last backward pass. Averaging in each pass would give the same, and send

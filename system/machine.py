@@ -20,6 +20,7 @@ from contextlib import suppress
 from glob import glob
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.nn.functional import linear
@@ -193,10 +194,16 @@ def copy_to_host(tree: Any) -> Any:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" if files differ from it."""
+    """The versions behind a run: torch, Python and, in a clone, the commit, with "-dirty" and a checksum of the changes
+    if files differ from it."""
     numbers = {"torch": str(torch.__version__), "python": platform.python_version()}
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+
+    def ask_git(*words: str) -> bytes:
+        return subprocess.check_output(["git", *words], cwd=ROOT, stderr=subprocess.DEVNULL, timeout=60).strip()
+
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no clone
-        found = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True, timeout=60)
-        numbers["commit"] = found.strip()
+        numbers["commit"] = ask_git("describe", "--always", "--dirty", "--abbrev=40").decode()
+        changes = ask_git("diff", "HEAD")
+        if changes:
+            numbers["commit"] += f"-{crc32(changes):08x}"
     return numbers

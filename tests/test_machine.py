@@ -203,3 +203,23 @@ def test_gpus_of_two_kinds_agree_on_what_both_have(monkeypatch, capability, firs
     assert choose_precision(rt, saved_dtype="bfloat16").dtype == FP16
     with refused(r"--dtype bfloat16.*--dtype float16"):
         choose_precision(rt, "bfloat16")
+
+
+# ------------------------------------------------------------------------- versions
+
+
+def test_two_edits_of_one_commit_are_two_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@localhost"]
+    found = []
+    for text in ("first", "second", "third"):
+        (tmp_path / "model.py").write_text(text)
+        if text == "first":
+            for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+                subprocess.run([*git, *words], cwd=tmp_path, check=True)
+        machine.versions.cache_clear()
+        found.append(machine.versions()["commit"])
+    machine.versions.cache_clear()
+    commit = found[0]
+    assert len(commit) == 40 and len(set(found)) == 3
+    assert all(version.startswith(f"{commit}-dirty-") for version in found[1:])

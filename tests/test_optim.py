@@ -42,16 +42,18 @@ def take_step(trainer, step):
     ("adamw", Update("adamw", 1.0, 0.1)), ("muon", Update("muon", 5.0, 0.0)),
 ])  # fmt: skip
 def test_each_parameter_has_one_update(name, in_block):
-    """By what a parameter is: a table in a block is an embedding, too."""
+    """By what a parameter is: a table in a block is an embedding, too, and no parameter without a layer is Muon's."""
     cfg = dataclasses.replace(BASE, optimizer=name, embed_lr_scale=2.0, max_lr=1.0, muon_lr=5.0)
     model = GPT(dataclasses.replace(SMALL, tied_head=False))
     model.transformer.h[0].table = torch.nn.Embedding(64, 16)
+    model.own_table = torch.nn.Parameter(torch.zeros(64, 16))
     found = optim.choose_updates(model, cfg)
 
     embedding, vector = Update("adamw", 2.0, 0.1), Update("adamw", 1.0, 0.0)
     assert found["transformer.wte.weight"] == found["transformer.h.0.table.weight"] == embedding
     assert found["transformer.h.0.ln_1.weight"] == found["transformer.h.0.mlp.c_fc.bias"] == vector
-    assert found["lm_head.weight"] == Update("adamw", 1.0, 0.1) and found["transformer.h.0.mlp.c_fc.weight"] == in_block
+    assert found["lm_head.weight"] == found["own_table"] == Update("adamw", 1.0, 0.1)
+    assert found["transformer.h.0.mlp.c_fc.weight"] == in_block
     stacked = dataclasses.replace(in_block, matrix_rows=(16, 16, 16) if name == "muon" else ())
     assert found["transformer.h.0.attn.c_attn.weight"] == stacked
     assert found.keys() == dict(model.named_parameters()).keys()

@@ -215,7 +215,7 @@ def check_gradients(model: GPT) -> None:
 
     On a few tokens, in the precision of the weights. Leaves no gradients behind."""
     model.eval()  # dropout would differ from one pass to the other
-    T = min(8, model.config.block_size)
+    T = min(64, model.config.block_size)
     weight = model.lm_head.weight
     idx = torch.arange(T + 1, device=weight.device)[None] % model.config.vocab_size  # (1, T + 1)
     x, y = idx[:, :-1], idx[:, 1:]
@@ -233,9 +233,9 @@ def check_gradients(model: GPT) -> None:
     allowed = {name: 0.05 * p.grad.norm() + 1e-6 for name, p in trained.items() if p.grad is not None}
     (-AutogradLoss(model, compiles=False)(x, y)[0]).backward()
     for name, p in trained.items():
-        require(p.grad is not None, f"{name} gets no gradient: nothing would train it")
+        require(p.grad is not None, f"{name} gets no gradient from {T} tokens: nothing would train it")
         is_same = name in allowed and not p.grad.norm() > allowed[name]
-        fix = "what GPT.logits does to the products stands in GPT.to_logits"
+        fix = "what GPT.logits does to the products stands in GPT.to_logits, and in eval mode nothing is random"
         require(is_same, f"training/loss.py computes another gradient of {name} than GPT.logits gives; {fix}")
     model.zero_grad()
     model.train()

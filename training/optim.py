@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model import GPT, StackedLinear
 from system.distributed import Runtime
 from system.errors import UserError
+from system.printing import print0
 from training.config import Recipe, TrainConfig
 from training.muon import Muon
 
@@ -58,8 +59,8 @@ def choose_update(name: str, p: Tensor, module: nn.Module, cfg: Recipe) -> Updat
     if cfg.optimizer == "adamw":
         return by_adamw
     if cfg.optimizer == "muon":
-        # Muon is for the matrices between two spaces of channels: not for embeddings, and not for an untied head.
-        if is_embedding or name == "lm_head.weight" or p.dim() != 2:
+        # Muon is for the matrices between two spaces of channels, which linear layers have: not for an untied head.
+        if not isinstance(module, nn.Linear) or name == "lm_head.weight" or p.dim() != 2:
             return by_adamw
         rows = module.matrix_rows if isinstance(module, StackedLinear) else ()
         return Update("muon", cfg.muon_lr, weight_decay=0.0, matrix_rows=rows)
@@ -107,6 +108,9 @@ def build_optimizers(
     for optimizer, own in weights_by_update.items():
         optimizer_class, arguments, _ = OPTIMIZERS[optimizer]
         own_groups = [{"params": tensors, **asdict(update)} for update, tensors in own.items()]
+        for update, tensors in own.items():
+            what = f"{len(tensors)} tensors, {sum(t.numel() for t in tensors):,} weights"
+            print0(f"{optimizer:<10} {what}; peak rate {update.peak_lr:g}, decay {update.weight_decay:g}")
         arguments = {"lr": cfg.max_lr, **arguments}  # the schedule sets every group's rate before each step
         if is_sharded(cfg, rt):
             from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes more than a second
