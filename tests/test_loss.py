@@ -203,3 +203,14 @@ def test_a_parameter_that_nothing_trains_is_named():
         check_gradients(model)
     model.extra.requires_grad_(False)
     check_gradients(model)
+
+
+def test_a_loss_of_the_blocks_themselves_is_no_fault(monkeypatch):
+    forward = Loss.forward
+
+    def add_to(loss, *args):
+        objective, mean = forward(loss, *args)
+        return objective + loss.model.transformer.h[0].ln_1.weight.sum(), mean
+
+    monkeypatch.setattr(Loss, "forward", add_to)
+    check_gradients(make_batch()[0])

@@ -197,7 +197,7 @@ def test_other_data_are_refused(tiny_data, refuses):
 
 
 def test_weights_of_another_run_are_refused(trained_run, refuses):
-    write_model(trained_run, GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=32, vocab_size=320)), 12)
+    write_model(trained_run, GPT(GPTConfig(n_layer=1, n_embd=12)), 12)
     refuses("--resume auto --max-steps 14", names="different networks")
 
 

@@ -59,17 +59,15 @@ def test_the_state_of_an_optimizer_is_by_name_and_has_its_own_types(trainer):
 
 def test_the_state_of_an_optimizer_may_be_numbers_lists_and_tensors_of_any_shape(trainer):
     """As SOAP's and Shampoo's; sharded, too."""
-    weight = trainer.weights["transformer.wpe.weight"]
-    trainer.optimizers["adamw"].state[weight] |= {"bases": [torch.eye(3, dtype=torch.bfloat16), None], "count": 7}
+    name, eye = "transformer.wpe.weight", torch.eye(3, dtype=torch.bfloat16)
+    trainer.optimizers["adamw"].state[trainer.weights[name]] |= {"bases": [eye, None], "count": 7}
     saved = trainer.state.copy()
-    before = saved["parts"]["adamw"]["transformer.wpe.weight"]
 
     loaded = build(BASE, saved=saved).state.copy()["parts"]["adamw"]
     for found in (loaded, gather(saved["parts"]["adamw"], CPU)):
-        moments = found["transformer.wpe.weight"]
-        assert moments["count"] == 7 and moments["bases"][1] is None
-        tensors = {"basis": moments["bases"][0], "exp_avg": moments["exp_avg"]}
-        assert same_bits(tensors, {"basis": torch.eye(3, dtype=torch.bfloat16), "exp_avg": before["exp_avg"]})
+        basis, nothing = found[name]["bases"]
+        assert (found[name]["count"], nothing, basis.dtype) == (7, None, eye.dtype) and torch.equal(basis, eye)
+        assert torch.equal(found[name]["exp_avg"], saved["parts"]["adamw"][name]["exp_avg"])
 
 
 def test_a_part_that_is_missing_or_unknown_is_refused():
