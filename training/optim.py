@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from model import GPT, StackedLinear
 from system.distributed import Runtime
 from system.errors import UserError
-from system.printing import print0
 from training.config import Recipe, TrainConfig
 from training.muon import Muon
 
@@ -108,9 +107,6 @@ def build_optimizers(
     for optimizer, own in weights_by_update.items():
         optimizer_class, arguments, _ = OPTIMIZERS[optimizer]
         own_groups = [{"params": tensors, **asdict(update)} for update, tensors in own.items()]
-        for update, tensors in own.items():
-            what = f"{len(tensors)} tensors, {sum(t.numel() for t in tensors):,} weights"
-            print0(f"{optimizer:<10} {what}; peak rate {update.peak_lr:g}, decay {update.weight_decay:g}")
         arguments = {"lr": cfg.max_lr, **arguments}  # the schedule sets every group's rate before each step
         if is_sharded(cfg, rt):
             from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes more than a second
