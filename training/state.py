@@ -56,6 +56,7 @@ def gather(own: Moments, rt: Runtime) -> Moments:
     MB/s: minutes for a large model. Here each owner broadcasts its tensors, one at a time. Every rank must call it.
     """
     everything: Moments = {}
+    own_leaves = tree_leaves(own)
     # Of the tensors of others each rank knows shape and dtype, of all else the value.
     for owner, facts in enumerate(rt.gather(tree_map_only(Tensor, lambda t: t.to("meta"), own))):
         leaves, structure = tree_flatten(facts)
@@ -64,7 +65,7 @@ def gather(own: Moments, rt: Runtime) -> Moments:
                 # On the device, because NCCL sends nothing else.
                 tensor = torch.empty_like(leaf, device=rt.device)
                 if owner == rt.rank:
-                    tensor.copy_(tree_leaves(own)[i])
+                    tensor.copy_(own_leaves[i])
                 rt.broadcast(tensor, owner)
                 leaves[i] = tensor.to("cpu", copy=True) if rt.is_main else None
         everything |= tree_unflatten(leaves, structure)
