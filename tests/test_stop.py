@@ -39,7 +39,8 @@ def test_programs_are_spared_and_the_run_is_not():
     with request.handle_signals():
         with stop.spare_programs():
             assert subprocess.run([sys.executable, "-c", compiler]).returncode == 0
-        assert request.is_requested() and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        wait_for(request.is_requested)  # the signal may be another thread's, which a busy machine runs later
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_signal_to_torchrun_and_ranks_loses_nothing(tiny_args, tmp_path):
