@@ -69,12 +69,13 @@ def test_every_network_runs_in_transformers(tmp_path, name, monkeypatch, modules
     assert needs_code == any((tmp_path / "out").glob("*.py")) == (name not in GPT2S)
     expected = model(idx)[0][..., :V]
     torch.testing.assert_close(hf_model(idx).logits, expected, atol=1e-4, rtol=0)
-    loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
-    torch.testing.assert_close(hf_model(idx, labels=idx).loss, loss, atol=1e-4, rtol=0)
+    loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1).double(), idx[:, 1:].flatten())
+    torch.testing.assert_close(hf_model(idx, labels=idx).loss, loss.float(), atol=1e-4, rtol=0)
 
-    # Back to our layout: the same bits.
+    # Back to our layout: the same bits, but of a head with fewer rows, whose product may be rounded otherwise.
     again = convert.load_hf(tmp_path / "out")
-    assert torch.equal(again(idx)[0], expected) and not again.training
+    torch.testing.assert_close(again(idx)[0], expected, atol=1e-4 if is_typical else 0, rtol=0)
+    assert not again.training
     if not is_typical:
         return
     assert hf_model.generation_config.eos_token_id == tokenizer.EOT

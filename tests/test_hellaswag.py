@@ -70,9 +70,9 @@ def score_plainly(model, rows):
             ending = encode(" " + text)
             ids = torch.tensor([encode(row["ctx"]) + ending])  # (1, T)
             logits, _ = model(ids[:, :-1])
-            ending_losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")[-len(ending) :]
+            ending_losses = F.cross_entropy(logits[0].double(), ids[0, 1:], reduction="none")[-len(ending) :]
             losses.append((ending_losses.sum(), ending_losses.mean()))
-    return torch.tensor(losses).T.view(2, -1, 4)
+    return torch.tensor(losses).T.view(2, -1, 4).float()
 
 
 @pytest.mark.parametrize("name", NETWORKS)

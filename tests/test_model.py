@@ -21,10 +21,11 @@ def make_idx(B=2, T=24):
 
 
 def plain_logits(model, idx):
-    """The logits (B, T, V) of every network by its formulas: one head at a time, and rotations as products of complex
-    numbers."""
+    """The logits (B, T, V) of every network by its formulas, in float64: one head at a time, and rotations as products
+    of complex numbers."""
     config, T, hs = model.config, idx.size(1), model.config.head_size
-    weights = {name.removeprefix("transformer."): weight for name, weight in model.state_dict(keep_vars=True).items()}
+    named = model.state_dict(keep_vars=True).items()
+    weights = {name.removeprefix("transformer."): weight.double() for name, weight in named}
     activation = {
         "gelu": lambda x: x / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "gelu_erf": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
@@ -43,7 +44,7 @@ def plain_logits(model, idx):
 
     # Channel i is the real part of a pair, and channel i + hs / 2 its imaginary part.
     frequencies = [10_000 ** (-2 * i / hs) for i in range(hs // 2)]
-    turns = torch.exp(-1j * torch.outer(torch.arange(T), torch.tensor(frequencies)))  # (T, hs / 2)
+    turns = torch.exp(-1j * torch.outer(torch.arange(T), torch.tensor(frequencies).double()))  # (T, hs / 2)
 
     def rotate(x):
         if config.positions == "learned":
@@ -78,12 +79,12 @@ def test_loss_and_gradients_are_those_of_the_formulas(name):
     model = GPT.from_state_dict(model.config, model.state_dict())
     model.recompute = True
     logits = plain_logits(model, idx)
-    torch.testing.assert_close(model(idx)[0], logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(idx)[0], logits.float(), atol=1e-4, rtol=1e-4)
     assert torch.equal(model(idx)[0], make_network()(idx)[0]) == (name == "gpt2")
 
     _, loss = model(idx[:, :-1], idx[:, 1:])
     expected = -logits[:, :-1].log_softmax(-1).gather(-1, idx[:, 1:, None]).mean()
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(loss, expected.float(), atol=1e-5, rtol=0)
     found, gradients = (torch.autograd.grad(value, [*model.parameters()]) for value in (loss, expected))
     for a, b in zip(found, gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
