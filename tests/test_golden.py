@@ -82,7 +82,7 @@ def test_golden_numbers_and_bytes(tmp_path, name):
 
     assert found.keys() == golden.keys()
     for key, expected in golden.items():
-        # CPUs round differently; bytes are equal.
+        # CPUs round differently, and each step adds to that; beta2 0.951 changes the norms by 3e-4. Bytes are equal.
         assert found[key] == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-4)), key
 
 

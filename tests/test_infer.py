@@ -139,7 +139,8 @@ def test_a_network_beyond_float16_is_named(run_main, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_bfloat16_samples_ignore_what_logits_share(is_tied):
-    """As in test_loss.py: -100 in every logit changes no choice. A tied embedding stays as it is."""
+    """As in test_loss.py: the differences between logits stay when all lie near -100, where bfloat16 steps by 0.5. A
+    tied embedding stays as it is."""
     model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=is_tied)
     idx = torch.arange(80).view(4, 20)
     model.transformer.ln_f.bias.fill_(1.0)
@@ -147,4 +148,6 @@ def test_bfloat16_samples_ignore_what_logits_share(is_tied):
     embedding, (exact, _) = model.transformer.wte.weight.bfloat16(), model(idx)
     prepared = infer.prepare(model, torch.device("cpu"), torch.bfloat16)
     assert torch.equal(prepared.transformer.wte.weight, embedding)
-    assert is_tied or torch.equal(prepared(idx)[0].argmax(-1), exact.argmax(-1))
+    # bfloat16 rounds by 2**-9: weights, activations and products, several times.
+    found, expected = (logits - logits.mean(-1, keepdim=True) for logits in (prepared(idx)[0], exact))
+    assert (found - expected).abs().max() < 8 * 2**-9 * expected.abs().max()

@@ -64,9 +64,9 @@ def largest_differences(a, b):
 
 
 def is_rounding(differences):
-    """Whether two runs compute the same. The limit is ten times what was measured; beta2 0.951 changes the norms by
-    3e-4."""
-    return differences["step"] == 0 and differences["lr"] < 1e-12 and max(differences.values()) < 2e-6
+    """Whether two runs compute the same. A loss of 5.5 has a float32 sum of 256 terms, which may be off by
+    256 * 2**-24: 3e-6 of the loss. beta2 0.951 changes the norms by 3e-4."""
+    return differences["step"] == 0 and differences["lr"] < 1e-12 and max(differences.values()) < 1e-5
 
 
 @pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("untied-124m", 2), ("high rate", 2)])
