@@ -33,9 +33,9 @@ def test_every_signal_that_announces_an_end_asks_for_a_stop(name):
 
 
 def test_programs_are_spared_and_the_run_is_not():
-    """Here the main thread waits for its compiler, which a terminal sends the signal, too."""
+    """Here the main thread waits for its compiler, which Slurm sends the signal, too."""
     request = StopRequest()
-    compiler = "import os; [os.kill(pid, 2) for pid in (os.getppid(), os.getpid())]"
+    compiler = "import os; [os.kill(pid, 15) for pid in (os.getppid(), os.getpid())]"
     with request.handle_signals():
         with stop.spare_programs():
             assert subprocess.run([sys.executable, "-c", compiler]).returncode == 0
