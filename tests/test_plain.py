@@ -1,61 +1,70 @@
-"""train_gpt2.py computes what the plain trainer computes, and the comparison would find it if it did not.
+"""train_gpt2.py computes what the plain trainer computes, and the comparison finds a fault in either.
 
-The two share model.py; data, schedule, optimizer, accumulation, ranks, clipping and the loss are written twice.
+The two share model.py. Data, schedule, optimizer, accumulation, ranks, clipping and the loss are written twice.
 """
 
-import shutil
-from dataclasses import fields, replace
-from pathlib import Path
+import math
+from dataclasses import fields
+from functools import partial
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     ROOT,
-    drop_in_training_only,
     load_metrics,
     load_weights,
-    refused,
     run_main,
     train_quickstart,
     write_random_walk_shards,
 )
 
 import train_gpt2_plain
-from model import GPT, GPTConfig
-from system.settings import change
-from train_gpt2_plain import Config
+from model import GPT, MLP
+from system.printing import env_rank
+from tokens import shards
 from training.presets import PRESETS
 
-# What both trainers are given: nine steps of 32 sequences. An epoch has 267 in three shards, each with a tail of a few
-# tokens, so the last step begins the second epoch. Four micro-steps on one rank, two on two.
-STEPS = 9
-TOY = f"""--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
---sequence-length 32 --total-batch-size 1024 --micro-batch-size 8 --max-steps {STEPS} --warmup-steps 3
---val-every 4 --val-tokens 1024 --sample-every 0 --no-compile --dtype float32""".split()
-ENGINE_FLAGS = "--no-shuffle --hellaswag-every 0"
+PLAIN = "train_gpt2_plain.py"
 
-# A preset of train_gpt2.py, what it differs in from gpt2-124m, and flags for both. At the presets' rates a wrong decay
-# or beta hardly shows, and this network's gradients are small: two runs have a high rate and a strong decay, and one
-# of them clips the larger half of its gradients.
-HIGH_RATE = "--max-lr 3e-3 --min-lr 3e-4 --weight-decay 0.5 --grad-clip 0.6".split()
+# Flags for both trainers: nine steps of 32 sequences. An epoch has 267 sequences in three shards, so the last step
+# begins the second epoch. There are four micro-steps on one rank, two on two.
+STEPS, TOKENS = 9, 1024
+TOY = f"""--model.n-layer 2 --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 256
+--sequence-length 32 --total-batch-size {TOKENS} --micro-batch-size 8 --max-steps {STEPS} --warmup-steps 3
+--val-every 4 --val-tokens 1024 --no-compile --dtype float32""".split()
+ENGINE_FLAGS = "--no-shuffle --hellaswag-every 0 --sample-every 0"
+
+# A preset of train_gpt2.py, the flags in which it differs from gpt2-124m, and flags for both trainers. At the presets'
+# rates a wrong decay or beta hardly shows, and no gradient is clipped: HIGH_RATE shows them.
+HIGH_RATE = "--max-lr 3e-3 --min-lr 3e-4 --weight-decay 0.5 --grad-clip 0.6"
 RUNS = {
-    "gpt2-124m": ("gpt2-124m", [], []),
-    "untied-124m": ("untied-124m", ["--model.no-tied-head"], []),
-    "llmc-124m": ("llmc-124m", ["--min-lr", "0"], []),
-    "high rate": ("gpt2-124m", [], HIGH_RATE),
-    "no clipping": ("gpt2-124m", [], [*HIGH_RATE, "--grad-clip", "0"]),
+    "gpt2-124m": ("gpt2-124m", "", ""),
+    "untied-124m": ("untied-124m", "--model.no-tied-head", ""),
+    "llmc-124m": ("llmc-124m", "--min-lr 0", ""),
+    "high rate": ("gpt2-124m", "", HIGH_RATE),
+    "no clipping": ("gpt2-124m", "", f"{HIGH_RATE} --grad-clip 0"),
+    "dropout": ("gpt2-124m", "", HIGH_RATE),
 }
+
+# A loss and a gradient are sums over the tokens of a step. Two orders of n summands, which no two CPUs need to share,
+# give float32 sums that differ by up to n roundings of 2**-24.
+ROUNDING = TOKENS * 2**-24
 
 
 def largest_differences(a, b):
-    """{name: how far two runs are apart}: losses, norms and rates relative to each value, weights absolutely."""
+    """{name: how far two runs are apart}: losses, norms and rates relative to their size. Weights are below 2, and
+    their differences are absolute."""
     rows = list(zip(load_metrics(a), load_metrics(b), strict=True))
+    assert len(rows) == STEPS + 1
     differences = {}
     for key in ("step", "train_loss", "val_loss", "grad_norm", "lr"):
         pairs = [(x.get(key, 0), y.get(key, 0)) for x, y in rows]
         differences[key] = max(abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in pairs)
 
-    # A bias of the keys changes no attention weight, so its gradient is rounding, which Adam scales up to a full step.
+    # A bias of the keys changes no attention weight. Its gradient is rounding, which Adam scales up to a full step.
     weights, others = load_weights(a, STEPS), load_weights(b, STEPS)
     assert weights.keys() == others.keys()
     names = [name for name in weights if not name.endswith("c_attn.bias")]
@@ -64,159 +73,167 @@ def largest_differences(a, b):
 
 
 def is_rounding(differences):
-    """Whether two runs compute the same. A loss of 5.5 has a float32 sum of 256 terms, which may be off by
-    256 * 2**-24: 3e-6 of the loss. beta2 0.951 changes the norms by 3e-4."""
-    return differences["step"] == 0 and differences["lr"] < 1e-12 and max(differences.values()) < 1e-5
+    """Whether two runs compute the same. The rates are Python's own numbers."""
+    return differences["lr"] < 1e-12 and max(differences.values()) < ROUNDING
 
 
-@pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("untied-124m", 2), ("high rate", 2)])
+def drop_half():
+    """Let each MLP drop half of its output in training. Called in the process of a rank."""
+    forward = MLP.forward
+    mock.patch.object(MLP, "forward", lambda mlp, x: F.dropout(forward(mlp, x), 0.5, mlp.training)).start()
+
+
+@pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("untied-124m", 2), ("dropout", 2)])
 def test_the_engine_computes_what_the_plain_trainer_computes(tiny_data, tmp_path, run_ranks, name, ranks):
     preset, difference, both = RUNS[name]
-    flags = [*TOY, *both, "--data-dir", tiny_data]
+    flags = [*TOY, *both.split(), "--data-dir", tiny_data]
+    prepare = drop_half if name == "dropout" else None
 
-    run_ranks(ranks, "train_gpt2.py", preset, ENGINE_FLAGS, *flags, "--out-dir", tmp_path / "engine")
-    run_ranks(ranks, "train_gpt2_plain.py", *difference, *flags, "--out-dir", tmp_path / "plain")
+    engine, plain = tmp_path / "engine", tmp_path / "plain"
+    run_ranks(ranks, "train_gpt2.py", preset, ENGINE_FLAGS, *flags, "--out-dir", engine, prepare=prepare)
+    run_ranks(ranks, PLAIN, *flags, *difference.split(), "--out-dir", plain, prepare=prepare)
 
-    differences = largest_differences(tmp_path / "engine", tmp_path / "plain")
+    differences = largest_differences(engine, plain)
     assert is_rounding(differences), differences
 
 
-# Faults, each as a text of the plain trainer and what replaces it. The first replaces nothing.
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """(run folder, flags) of a run of the plain trainer in this process. The flags lack the run folder."""
+    torch.set_num_threads(1)  # the tests run side by side
+    folder = tmp_path_factory.mktemp("plain")
+    flags = [*TOY, HIGH_RATE, "--data-dir", write_random_walk_shards(folder / "data")]
+    assert run_main(PLAIN, *flags, "--out-dir", folder / "run") == 0
+    return folder / "run", flags
+
+
+# Faults, each as a text of the plain trainer and its replacement.
 FAULTS = {
-    "none": ("0.95", "0.95"),
-    "beta2": ("0.95)", "0.951)"),
-    "decay": ('"weight_decay": cfg.weight_decay', '"weight_decay": 1.1 * cfg.weight_decay'),
+    "beta2": ("0.95)", "0.999)"),
+    "decay": ('"weight_decay": cfg.weight_decay', '"weight_decay": 1.5 * cfg.weight_decay'),
     "decay of vectors": ('"weight_decay": 0.0', '"weight_decay": cfg.weight_decay'),
     "warm-up": ("(step + 1) / cfg.warmup_steps", "step / cfg.warmup_steps"),
     "end of the cosine": ("(cfg.max_steps - cfg.warmup_steps)", "(cfg.max_steps - 1 - cfg.warmup_steps)"),
     "division": ("loss = loss / micro_steps", "loss = loss / 1"),
-    "order": ("return range(0, num_tokens - T, T)", "return range(0, num_tokens - 2 * T, T)"),
-    "targets": ("tokens[:, 1:]", "tokens[:, :-1]"),
+    "order": ("range(0, file.tokens - T, T)", "range(0, file.tokens - 2 * T, T)"),
+    "targets": ("x_and_y[:, 1:]", "x_and_y[:, :-1]"),
     "clipping": ("cfg.grad_clip or math.inf", "1.01 * cfg.grad_clip"),
     "gradients kept": ("optimizer.zero_grad()", "pass"),
+    "reported loss": ("loss_sum += loss", "loss_sum = loss"),
+    "ranks: no fault": ("0.95", "0.95"),
+    "ranks: the same sequences": ("rank * B : (rank + 1) * B", ":B"),
+    "ranks: own gradients": ("micro_step == micro_steps - 1", "False"),
+    "ranks: sum of losses": ("x = x / dist.get_world_size()", "pass"),
 }
 
 
-@pytest.fixture(scope="module")
-def right_config(tmp_path_factory):
-    """The settings of a run of the plain trainer in this process, which has been made."""
-    torch.set_num_threads(1)  # the tests run side by side
-    folder = tmp_path_factory.mktemp("plain")
-    data = write_random_walk_shards(folder / "data")
-    typed = train_gpt2_plain.make_parser().parse_args([*TOY, *HIGH_RATE])
-    cfg = replace(change(Config(), vars(typed)), data_dir=str(data), out_dir=str(folder / "run"))
-    train_gpt2_plain.train(cfg)
-    return cfg
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_finds_a_planted_fault(right_config, tmp_path, fault):
+def plant(fault):
+    """Let `main` of the plain trainer have a fault. Called in the process of a rank."""
     right, wrong = FAULTS[fault]
-    source = (ROOT / "train_gpt2_plain.py").read_text()
+    source = (ROOT / PLAIN).read_text()
     assert right in source
     faulty = {"__name__": "faulty"}
     exec(source.replace(right, wrong), faulty)
-
-    faulty["train"](replace(right_config, out_dir=str(tmp_path)))
-
-    differences = largest_differences(Path(right_config.out_dir), tmp_path)
-    assert is_rounding(differences) == (fault == "none"), differences
+    mock.patch.object(train_gpt2_plain, "main", faulty["main"]).start()
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(right_config, tmp_path, monkeypatch, capsys):
-    """From its last save, which may be several steps before the kill. Not with other settings, nor with one more shard,
-    which came while it ran: the order of the data would be another."""
-    data, run = write_random_walk_shards(tmp_path / "data"), tmp_path / "run"
-    cfg = replace(right_config, data_dir=str(data), out_dir=str(run), save_every=3, resume="auto", sample_every=4)
-    new_shard = data / "tiny_train_000004.npy"
-    monkeypatch.setattr(train_gpt2_plain, "sample_text", lambda *_: "a sample")
-    write_row = train_gpt2_plain.write_row
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_finds_a_planted_fault(plain_run, run_ranks, tmp_path, fault):
+    """Two ranks compute what one computes."""
+    run, flags = plain_run
+    ranks = 2 if fault.startswith("ranks") else 1
 
-    def die(out_dir, row):
-        write_row(out_dir, row)
-        if row["step"] == 2:
-            shutil.copy(data / "tiny_train_000003.npy", new_shard)
-        if row["step"] == 5:
-            (out_dir / "metrics.jsonl").open("a").write('{"step": 6, "tr')  # a kill may cut a line off
-            raise InterruptedError
+    run_ranks(ranks, PLAIN, *flags, "--out-dir", tmp_path / "run", prepare=partial(plant, fault))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt2_plain, "write_row", die)
-        with pytest.raises(InterruptedError):
-            train_gpt2_plain.train(cfg)
-        with refused("data_dir"):
-            train_gpt2_plain.train(cfg)
-        new_shard.unlink()
-        with pytest.raises(InterruptedError):
-            train_gpt2_plain.train(cfg)
-    for other, named in (replace(cfg, max_lr=1.0), "max_lr"), (replace(cfg, resume="none"), "not empty"):
-        with refused(named):
-            train_gpt2_plain.train(other)
-    train_gpt2_plain.train(cfg)
-
-    differences = largest_differences(Path(right_config.out_dir), run)
-    assert set(differences.values()) == {0}
-    assert capsys.readouterr().out.count("a sample") == 5  # at step 4 of each start, at 8 and at the end
-
-
-def test_each_group_has_a_rate_of_its_own(right_config, tmp_path, monkeypatch):
-    """Its peak times the schedule. The one of max_lr is logged, and is what it was with one peak for all."""
-    make_optimizer, rates = train_gpt2_plain.make_optimizer, []
-
-    def make_with_two_peaks(model, cfg):
-        optimizer = make_optimizer(model, cfg)
-        optimizer.param_groups[1]["peak_lr"] /= 4
-        optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
-        return optimizer
-
-    monkeypatch.setattr(train_gpt2_plain, "make_optimizer", make_with_two_peaks)
-    train_gpt2_plain.train(replace(right_config, out_dir=str(tmp_path)))
-
-    assert rates == [[row["lr"], row["lr"] / 4] for row in load_metrics(right_config.out_dir)[:STEPS]]
+    differences = largest_differences(run, tmp_path / "run")
+    assert is_rounding(differences) == (fault == "ranks: no fault"), differences
 
 
 def test_the_defaults_are_the_preset_gpt2_124m():
     preset = PRESETS["gpt2-124m"]
-    different = {field.name for field in fields(Config) if field.default != getattr(preset, field.name)}
-    # What is searched for there, or needs a compiler.
+    defaults = fields(train_gpt2_plain.Config)
+    different = {field.name for field in defaults if field.default != getattr(preset, field.name)}
+    # train_gpt2.py searches for some of these, and compiles if there is a compiler.
     assert different == {"out_dir", "micro_batch_size", "dtype", "compile"}
 
 
-def test_other_scripts_open_its_weights(right_config, tmp_path):
-    """And the engine goes on from them, at the loss that they had."""
-    run = Path(right_config.out_dir)
-    flags = [ENGINE_FLAGS, *TOY, "--max-steps 1 --data-dir", right_config.data_dir]
-    more = train_quickstart(flags, tmp_path / "more", "--init-from", run)
+def test_other_scripts_open_its_weights(plain_run, tmp_path):
+    """The engine goes on from them, at the loss that they had."""
+    run, flags = plain_run
+    more = train_quickstart([ENGINE_FLAGS, *flags, "--max-steps 1"], tmp_path / "more", "--init-from", run)
+
     rows = load_metrics(run)
-    assert rows[-1]["val_loss"] == pytest.approx(load_metrics(more)[0]["val_loss"], rel=1e-6)
-    assert rows[1]["tokens_per_second"] * rows[1]["step_ms"] == pytest.approx(1000 * right_config.total_batch_size)
-
-    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8))
-    samples = train_gpt2_plain.sample_text(model, right_config, torch.device("cpu"))
-    assert samples.count("sample ") == 4 == samples.count(right_config.sample_prompt)
+    assert rows[-1]["val_loss"] == pytest.approx(load_metrics(more)[0]["val_loss"], rel=ROUNDING)
+    assert rows[1]["tokens_per_second"] * rows[1]["step_ms"] == pytest.approx(1000 * TOKENS)
 
 
-def test_it_refuses_in_one_line(tiny_data, tmp_path, capsys):
-    """Another run's folder, a batch that cannot be divided, missing data, and more to validate on than there is."""
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
-    command = ["train_gpt2_plain.py", *TOY, "--data-dir", tiny_data, "--out-dir", tmp_path / "new"]
+# ------------------------------------------------------------------------- refusals
 
-    for flags, named in {
-        f"--out-dir {tmp_path}/other": f"{tmp_path}/other is not empty",
+
+def test_it_refuses_in_one_line(plain_run, tmp_path, capsys):
+    """What a beginner types wrong, and data that are missing or too few. Nothing is written, and an older run stays."""
+    run, flags = plain_run
+    before = (run / "metrics.jsonl").read_bytes()
+    (tmp_path / "short").mkdir()
+    for name in ("a_val_000000.npy", "a_train_000001.npy", "a_train_000002.npy"):
+        shards.write_shard(tmp_path / "short" / name, np.arange(32, dtype=np.uint16))  # a sequence has 33 tokens
+
+    for wrong, named in {
+        f"--out-dir {run}": f"{run} is not empty",
         "--total-batch-size 1000": "256 tokens",
         f"--data-dir {tmp_path}": f"{tmp_path} has no train shard",
-        "--val-tokens 2560": "65 sequences, of 80",
+        f"--data-dir {tmp_path}/short": "0 sequences, but the run needs 1",
+        "--val-tokens 2560": "65 sequences, but the run needs 80",
         "--sequence-length 64": "--model.block-size 64",
         "--grad-clip -1": "--grad-clip -1",
-        "--max-lr 0": "--max-lr 0",
+        "--micro-batch-size 0": "--micro-batch-size 0",
         "--model.n-head 3": "n_head 3",
-        "--val-every 1 --val-tokens 0": "--val-tokens 0",
+        "--resume auto": "--resume",
     }.items():
-        assert run_main(*command, flags) and named in capsys.readouterr().err
-    assert (tmp_path / "other" / "metrics.jsonl").read_text() == "{}\n" and not (tmp_path / "new").exists()
+        assert run_main(PLAIN, *flags, "--out-dir", tmp_path / "new", wrong) > 0
+        error = capsys.readouterr().err
+        assert named in error and error.count("\n") == 1
+    assert (run / "metrics.jsonl").read_bytes() == before and not (tmp_path / "new").exists()
 
 
-def test_what_acts_in_training_only_does_not_act_in_an_evaluation(right_config, tmp_path):
-    with drop_in_training_only(tmp_path, without=right_config.out_dir):
-        train_gpt2_plain.train(replace(right_config, out_dir=str(tmp_path), max_steps=1, warmup_steps=0))
+def test_every_rank_refuses_a_folder_that_is_not_empty(plain_run, run_ranks):
+    run, flags = plain_run
+    assert run_ranks(2, PLAIN, *flags, "--out-dir", run, fails=True).count("is not empty") == 2
+
+
+def test_ids_beyond_the_vocabulary_are_refused(plain_run, tmp_path, capsys):
+    assert run_main(PLAIN, *plain_run[1], "--model.vocab-size 200 --out-dir", tmp_path / "run") == 1
+    assert "--model.vocab-size" in capsys.readouterr().err
+
+
+BAD = {
+    "the loss is nan": lambda loss: loss * math.nan,
+    "gradient norm nan": lambda loss: loss + (0 * loss).sqrt(),  # sqrt has an infinite slope at 0
+}
+
+
+def spoil(what, bad_rank=0):
+    """Let the loss of one rank, or its gradients, be no number in training. Called in the process of a rank."""
+    forward = GPT.forward
+
+    def forward_badly(model, x, y):
+        logits, loss = forward(model, x, y)
+        return logits, BAD[what](loss) if model.training and env_rank() == bad_rank else loss
+
+    mock.patch.object(GPT, "forward", forward_badly).start()
+    mock.patch.object(torch.optim.AdamW, "step", mock.Mock(side_effect=AssertionError("an update"))).start()
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_number_that_is_not_finite_ends_all_ranks_before_the_update(plain_run, run_ranks, tmp_path, what):
+    output = run_ranks(
+        2, PLAIN, *plain_run[1], "--out-dir", tmp_path / "run", prepare=partial(spoil, what, bad_rank=1), fails=True
+    )
+    assert output.count("error: step 0") == 2 and output.count(what) == 2 and "an update" not in output
+    assert not [*(tmp_path / "run").glob("*.pt")]
+
+
+def test_a_network_that_one_rate_does_not_suit_is_named(plain_run, tmp_path, capsys):
+    for flags, is_named in ("--model.no-tied-head", False), ("--model.no-tied-head --model.embedding-norm", True):
+        assert run_main(PLAIN, *plain_run[1], flags, "--max-steps 0 --out-dir", tmp_path / f"{is_named}") == 0
+        assert ("record8-124m" in capsys.readouterr().out) == is_named
