@@ -21,6 +21,7 @@ from system.printing import print0
 process.set_omp_wait_policy()  # before torch is imported
 import torch
 
+from checkpoints.open_model import open_model
 from evaluation.multiple_choice import (
     Example,
     describe_score,
@@ -33,7 +34,6 @@ from evaluation.multiple_choice import (
 )
 from system import distributed, machine
 from training.config import HELLASWAG_DATA
-from weights.open_model import open_model
 
 __all__ = ["evaluate", "load_examples", "render"]
 

@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lifecycle import metrics
+from checkpoints import checkpoint, convert, run_folder
+from checkpoints.run_folder import CHECKPOINT_FILE, complete_steps, model_path, newest_model, optim_path
 from model import GPT
 from system.errors import require
 from system.files import lock_folder
@@ -30,8 +31,6 @@ from system.printing import print0
 from system.process import run_cli
 from system.settings import ArgumentParser
 from tokens import shards
-from weights import checkpoint, convert
-from weights.run_folder import CHECKPOINT_FILE, complete_steps, model_path, newest_model, optim_path
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -185,7 +184,7 @@ def choose_models(path: Path, steps: str) -> list[Path]:
     saved_steps = complete_steps(path, ["model"])
     if steps == "all":
         return [model_path(path, step) for step in saved_steps]
-    best = metrics.best_step(path, saved_steps)
+    best = run_folder.best_step(path, saved_steps)
     if steps == "best" and best is not None:
         return [model_path(path, best)]
     return [newest]
@@ -242,7 +241,7 @@ def export(path: Path, out_dir: Path) -> None:
     file = choose_models(path, "newest")[0]
     model, facts = checkpoint.load(file)
     write_export(model, facts, file.parent, out_dir, str(out_dir))
-    print0(f"{out_dir} has step {facts['step']:,}{metrics.describe_best(path)}")
+    print0(f"{out_dir} has step {facts['step']:,}{run_folder.describe_best(path)}")
 
 
 def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path, name: str) -> None:
@@ -250,7 +249,7 @@ def write_export(model: GPT, facts: dict[str, Any], run_dir: Path, out_dir: Path
     name: what a user types to load the model, a folder or OWNER/NAME."""
     needs_code = convert.save_hf(model, out_dir)
     # A checkpoint is written before its step is evaluated, so the scores come from the metrics.
-    row = metrics.read_step(run_dir, facts["step"])
+    row = run_folder.read_step(run_dir, facts["step"])
     scores = {key: f"{row[key]:.4f}" if row.get(key) else "-" for key in ("val_loss", "val_bpb", "hellaswag_acc_norm")}
     card = CARD.format(
         name=name,

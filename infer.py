@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lifecycle.metrics import describe_best
+from checkpoints.run_folder import describe_best
 from system import process, settings
 from system.errors import UserError, require
 from system.printing import print0, printable
@@ -120,9 +120,9 @@ def main() -> None:
     # torch takes seconds to import, and -h needs none of it.
     import torch
 
+    from checkpoints.open_model import open_and_describe
     from model import Sampler, stream
     from system.machine import choose_device, device_name, dtype_name, supported_dtypes
-    from weights.open_model import open_and_describe
 
     # The same seed gives the same samples: nothing else draws from this generator.
     device = choose_device(args.device)

@@ -17,14 +17,14 @@ Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * h
     logits (B, T, V)      at each position, for the token after it
 
 train_gpt2.py trains this network, infer.py and hellaswag.py run it, hub.py converts it. An export may contain a copy of
-this file, so it imports nothing of the project. Training compiles the blocks, and multiplies the head by chunks, so
-that it never holds all the logits (training/loss.py).
+this file, so this file imports nothing of the project. Training compiles the blocks, and computes the logits of a chunk
+of positions at a time, because all logits together need too much memory (training/head.py).
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -33,53 +33,59 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ones only pad the vocabulary to a round size
+VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ids only pad the vocabulary to a round size
 
-# The attention kernels for texts whose length changes from call to call, as when sampling. cuDNN's kernel, which torch
-# prefers on Hopper and Blackwell, is not among them: it takes 0.4 s to plan each new length (modelscope/FunASR#3704).
+# The attention kernels for texts whose length changes from call to call, as in sampling. torch prefers cuDNN's kernel
+# on Hopper and Blackwell. That kernel takes 0.4 s to plan each new length (modelscope/FunASR#3704), so this list leaves
+# it out.
 ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def setting(default: Any, help_text: str) -> Any:
-    """A field of GPTConfig, and the help of its flag (python train_gpt2.py -h)."""
+def with_help(default: Any, help_text: str) -> Any:
+    """A field of GPTConfig with the help text of its flag (python train_gpt2.py -h)."""
     return field(default=default, metadata={"help": help_text})
 
 
-def known_settings(config_class: type, saved: dict[str, Any]) -> dict[str, Any]:
-    """What a saved config says of the fields of this dataclass. Raises ValueError for a setting that it lacks, unless
-    that is off: the same weights would compute, or train, something else."""
+def known_settings(config_class: type, saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The saved settings that are fields of this dataclass. Raises ValueError for any other saved setting that is on:
+    the same weights would compute, or train, something else.
+
+    `defaults` holds the default values of the version that wrote the file. A setting that equals its default is off.
+    Older files store no defaults. In those files a false value is off.
+    """
     known = {f.name for f in fields(config_class)}
     for name in saved.keys() - known:
-        if saved[name]:
+        is_off = saved[name] == defaults[name] if name in defaults else not saved[name]
+        if not is_off:
             raise ValueError(f"unknown setting {name}={saved[name]!r:.99}: use the version that saved it")
     return {name: saved[name] for name in saved.keys() & known}
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the network. The defaults are GPT-2 124M; the fields from `positions` on were added by later recipes."""
+    """Shape of the network. The defaults are GPT-2 124M. Later recipes use the fields from `positions` on."""
 
-    block_size: int = setting(1024, "longest sequence, in tokens")
-    vocab_size: int = setting(VOCAB_SIZE, "rows of the token embedding")
-    n_layer: int = setting(12, "blocks")
-    n_head: int = setting(12, "attention heads of a block")
-    n_embd: int = setting(768, "channels of the residual stream")
-    bias: bool = setting(True, "in linear layers and LayerNorms")
-    tied_head: bool = setting(True, "the head shares the token embedding's weight")
+    block_size: int = with_help(1024, "longest sequence, in tokens")
+    vocab_size: int = with_help(VOCAB_SIZE, "rows of the token embedding")
+    n_layer: int = with_help(12, "blocks")
+    n_head: int = with_help(12, "attention heads of a block")
+    n_embd: int = with_help(768, "channels of the residual stream")
+    bias: bool = with_help(True, "in linear layers and LayerNorms")
+    tied_head: bool = with_help(True, "the head shares the token embedding's weight")
 
-    positions: Literal["learned", "rope"] = setting(
+    positions: Literal["learned", "rope"] = with_help(
         "learned", "learned: an embedding of each position; rope: rotations of queries and keys"
     )
-    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "rmsnorm: without a gain")
-    embedding_norm: bool = setting(False, "the same norm on the token embedding, too, as in modded-nanogpt")
-    activation: Literal["gelu", "gelu_erf", "relu2"] = setting(
+    norm: Literal["layernorm", "rmsnorm"] = with_help("layernorm", "rmsnorm: without a gain")
+    embedding_norm: bool = with_help(False, "the same norm on the token embedding, too, as in modded-nanogpt")
+    activation: Literal["gelu", "gelu_erf", "relu2"] = with_help(
         "gelu", "gelu: tanh approximation, GPT-2's; gelu_erf: exact, nanoGPT's; relu2: squared ReLU, modded-nanogpt's"
     )
-    qk_norm: bool = setting(False, "RMSNorm on queries and keys")
-    init_std: float = setting(
+    qk_norm: bool = with_help(False, "RMSNorm on queries and keys")
+    init_std: float = with_help(
         0.02, "standard deviation of the first weights; 0: 1 / sqrt(3 n_embd), torch's for a linear layer of this width"
     )
-    zero_init_projections: bool = setting(False, "the blocks' output projections and an untied head start at zero")
+    zero_init_projections: bool = with_help(False, "the blocks' output projections and an untied head start at zero")
 
     @property
     def head_size(self) -> int:
@@ -87,17 +93,19 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
     @staticmethod
-    def from_dict(saved: dict[str, Any]) -> "GPTConfig":
-        """The config stored in a checkpoint. Raises ValueError or TypeError if this version cannot build it."""
-        # Old checkpoints lack newer settings, whose defaults mean "off". But no tensor tells how many heads there are,
-        # and rmsnorm was once of the embedding, too.
+    def from_dict(saved: dict[str, Any], defaults: dict[str, Any] | None = None) -> "GPTConfig":
+        """The config stored in a file. defaults: the defaults of the version that saved the file, if the file has them.
+        Raises ValueError or TypeError if this version cannot build the network."""
+        # A setting that an old checkpoint lacks gets its default. n_head is required, because no tensor's shape reveals
+        # it. Before embedding_norm existed, rmsnorm also normalized the embedding.
         if "n_head" not in saved:
-            raise ValueError("it does not say n_head")
+            raise ValueError("the config has no n_head")
         embedding_norm = saved.get("norm") == "rmsnorm"
-        return GPTConfig(**known_settings(GPTConfig, {"embedding_norm": embedding_norm, **saved}))
+        known = known_settings(GPTConfig, {"embedding_norm": embedding_norm, **saved}, defaults or {})
+        return GPTConfig(**known)
 
     def __post_init__(self):
-        """Raises ValueError, with the value and the rule, if no network can have this shape."""
+        """Raises ValueError, with the value and the rule, if a network cannot have this shape."""
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
@@ -121,8 +129,8 @@ class GPTConfig:
 def rope_table(config: GPTConfig) -> Tensor:
     """Cosine and sine (2, block_size, hs / 2) of the rotation angle of each channel pair at each position. The pairs
     have wavelengths from 2 pi to nearly 10,000 * 2 pi positions (Su et al. 2021)."""
-    # On the CPU even when the model is built on the meta device: checkpoints do not store the table, so that nothing
-    # would fill it in later.
+    # The table is on the CPU even if the model is built on the meta device: checkpoints do not store the table, so
+    # nothing would fill it in later.
     hs = config.head_size
     frequencies = 10_000.0 ** (-torch.arange(0, hs, 2, device="cpu").float() / hs)  # radians per position (hs / 2,)
     positions = torch.arange(config.block_size, device="cpu").float()
@@ -133,7 +141,7 @@ def rope_table(config: GPTConfig) -> Tensor:
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021): rotate the channel pairs of x (B, T, nh, hs) by minus the angles
     whose cosine and sine are in cos_sin (2, T, 1, hs / 2). Channel i is paired with channel i + hs / 2. Only
-    differences of angles matter, so their sign is free; this one is modded-nanogpt's.
+    differences of angles matter, so the sign of the angles is free. This sign is modded-nanogpt's.
 
     Queries and keys turn with their positions, so the score of a query and a key depends on the distance between them.
     """
@@ -146,23 +154,23 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) without a gain, over the last dimension of x, in the precision of x: only the
-    statistics are in float32."""
-    # Since torch 2.12, autocast on a GPU makes rms_norm return float32. The residual stream starts with a norm, so all
-    # of it would be float32. modded-nanogpt, under torch 2.5 or without autocast, keeps the precision of x.
+    """RMSNorm (Zhang and Sennrich 2019) without a gain, over the last dimension of x. The result has the precision of
+    x; only the statistics are in float32."""
+    # Since torch 2.12, autocast on a GPU makes rms_norm return float32. The residual stream of record 8 starts with a
+    # norm, so the whole stream would be float32. modded-nanogpt used torch 2.5, where the precision of x stays.
     with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, x.shape[-1:])
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` as a module, which has no parameters."""
+    """`rms_norm` as a module without parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)"""
         return rms_norm(x)
 
 
-# GPTConfig.norm: builds a norm over the channels.
+# {GPTConfig.norm: a function that builds a norm over the channels}
 NORMS: dict[str, Callable[[GPTConfig], nn.Module]] = {
     "layernorm": lambda config: nn.LayerNorm(config.n_embd, bias=config.bias),
     "rmsnorm": lambda config: RMSNorm(),
@@ -176,7 +184,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return positive * positive
 
 
-# GPTConfig.activation: the function between the two layers of the MLP.
+# {GPTConfig.activation: the function between the two layers of the MLP}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),  # what OpenAI's GPT-2 was trained with
     "gelu_erf": F.gelu,  # exact (Hendrycks and Gimpel 2016)
@@ -188,25 +196,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding, but on the meta device it draws no random weights: for these, torch would import its compiler,
+    """nn.Embedding that draws no random weights on the meta device, because torch would import its compiler for them,
     which takes seconds."""
 
     def reset_parameters(self) -> None:
-        """Random weights, replaced by GPT's own."""
+        """Draw random weights, which GPT replaces, but none on the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
 class StackedLinear(nn.Linear):
-    """Several linear layers of the same input in one matrix product. Their matrices are stacked in the weight, by
-    `matrix_rows` of each."""
+    """Several linear layers of the same input in one matrix product. The weight stacks their matrices; matrix_rows has
+    the number of rows of each."""
 
     def __init__(self, in_features: int, matrix_rows: tuple[int, ...], bias: bool):
         super().__init__(in_features, sum(matrix_rows), bias)
         self.matrix_rows = matrix_rows
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """(..., in_features) -> a (..., rows) for each of the matrices"""
+        """(..., in_features) -> one (..., rows) for each matrix"""
         return super().forward(x).split(self.matrix_rows, dim=-1)
 
 
@@ -217,20 +225,20 @@ class Projection(nn.Linear):
 class KVCache:
     """Keys and values of the positions already seen, for up to `max_len` positions.
 
-    With it, generating a token computes one position instead of the whole text: the earlier ones cannot change, because
-    no position attends to a later one.
+    With the cache, generating a token computes one position instead of the whole text. The earlier positions cannot
+    change, because no position attends to a later one.
     """
 
     def __init__(self, n_layer: int, max_len: int):
         self.n_layer, self.max_len = n_layer, max_len
-        # (n_layer, B, nh, max_len, hs) each, from the first append on; empty before. Two tensors, because autograd
-        # refuses to write into two halves of one.
+        # (n_layer, B, nh, max_len, hs) each, and empty before the first append. Keys and values are separate tensors,
+        # because autograd rejects in-place writes to two views of one tensor.
         self.k = self.v = torch.empty(0)
         self.length = 0  # positions filled; GPT.hidden advances it after the last layer's append
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, nh, T, hs) of one layer; return views of all so far (B, nh, length + T, hs), in the precision
-        of the cache: float32 on a CPU, where attention to long texts is faster that way."""
+        """Append k, v (B, nh, T, hs) of one layer. Returns views of all keys and values so far (B, nh, length + T, hs)
+        in the precision of the cache, which on a CPU is float32: attention to long texts is faster in float32 there."""
         if self.k.numel() == 0:
             B, nh, _, hs = k.shape
             dtype = torch.float32 if k.device.type == "cpu" else k.dtype
@@ -256,7 +264,8 @@ class Attention(nn.Module):
         self.c_proj = Projection(C, C, bias=config.bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
-        """x (B, T, C) -> (B, T, C). cos_sin: RoPE's angles (2, T, 1, hs / 2), if used. cache: of earlier positions."""
+        """x (B, T, C) -> (B, T, C). cos_sin: RoPE's angles (2, T, 1, hs / 2), if used. cache: keys and values of
+        earlier positions."""
         B, T, C = x.shape
 
         # The query, key and value of each head at each position.
@@ -275,7 +284,8 @@ class Attention(nn.Module):
         # Each head is computed alone, like another sequence of the batch: (B, T, nh, hs) -> (B, nh, T, hs)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
-        # With a cache, the new positions attend to the S = length + T seen so far. Its precision may differ.
+        # With a cache, the new positions attend to the S = length + T positions seen so far. The cache may have another
+        # precision.
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, nh, S, hs)
             q = q.to(k.dtype)
@@ -296,7 +306,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        # Four times as wide inside, as in the original transformer.
+        # The inside is four times as wide, as in the original transformer.
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = Projection(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
@@ -318,42 +328,23 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos_sin: Tensor | None, cache: KVCache | None) -> Tensor:
-        """x (B, T, C) -> (B, T, C). The other arguments are those of Attention."""
+        """x (B, T, C) -> (B, T, C). cos_sin and cache go to Attention."""
         # Pre-norm: each part reads a normalized copy of the residual stream and adds to the stream itself.
         x = x + self.attn(self.ln_1(x), cos_sin, cache)
         return x + self.mlp(self.ln_2(x))
 
 
-class Head(NamedTuple):
-    """The head as it is multiplied: its weight in the precision of the product, and the row that was taken off all rows
-    of the weight before it was rounded."""
-
-    weight: Tensor  # (V, C), or with more rows, of zeros
-    mean: Tensor | None  # (C,) float32; None: nothing was taken off
-
-    def products(self, x: Tensor) -> Tensor:
-        """x (..., C) times the weight: (..., V)."""
-        return F.linear(x.to(self.weight.dtype), self.weight)
-
-    def shift(self, x: Tensor) -> Tensor | None:
-        """What the products of x (..., C) lack of the logits: a number for each row (...), in float32."""
-        if self.mean is None:
-            return None
-        with torch.autocast(x.device.type, enabled=False):  # which would multiply in half precision
-            return x.float() @ self.mean
-
-
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each target, in nats: logits (N, V), targets (N,) int64 -> (N,); 0 for a target of -100."""
-    # cross-entropy = logsumexp(logits) - logit of the target. Compiled, its gradient needs no sum over V, of which
-    # F.cross_entropy's makes a pass of its own.
+    # cross-entropy = logsumexp(logits) - logit of the target. The compiled gradient of this form needs no sum over V.
+    # F.cross_entropy's gradient needs one, which is one more pass over the logits.
     logsumexp = logsumexp_in_one_pass if logits.is_cuda else torch.logsumexp
     return logsumexp(logits, -1) * (targets >= 0) + F.nll_loss(logits, targets, reduction="none")
 
 
 def logsumexp_in_one_pass(x: Tensor, dim: int) -> Tensor:
-    """torch.logsumexp in the form of which torch.compile makes a GPU kernel that reads x once instead of twice (Milakov
-    and Gimelshein 2018). A CPU's takes twice as long."""
+    """torch.logsumexp in a form that torch.compile turns into a GPU kernel that reads x once instead of twice (Milakov
+    and Gimelshein 2018). On a CPU this form takes twice as long as torch's."""
     top = x.detach().amax(dim, keepdim=True)
     total = (x - top).exp().sum(dim, keepdim=True)
     return (total.log() + top).squeeze(dim)
@@ -362,16 +353,17 @@ def logsumexp_in_one_pass(x: Tensor, dim: int) -> Tensor:
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019). Parameter names match the public checkpoints."""
 
-    transformer: Any  # an nn.ModuleDict, whose modules are its attributes
+    transformer: Any  # an nn.ModuleDict; its modules are read as attributes: transformer.wte
     cos_sin: Tensor  # RoPE's angles (2, block_size, hs / 2), if used
     head_mean: Tensor | None
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.recompute = False  # trade time for memory: keep only each block's input and rerun the block in backward
+        self.recompute = False  # True: keep only each block's input, and run the block again in the backward pass
 
-        # Embeddings, blocks, final norm, under the names of the public checkpoints. ln_0 is modded-nanogpt's.
+        # Embeddings, blocks and final norm have the names of the public checkpoints. ln_0 is the
+        # norm of the embedding of modded-nanogpt, which GPT-2 lacks.
         build_norm = NORMS[config.norm]
         self.transformer = nn.ModuleDict()
         self.transformer.wte = Embedding(config.vocab_size, config.n_embd)
@@ -385,7 +377,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.transformer.wte.weight
-        self.register_buffer("head_mean", None, persistent=False)  # Head.mean, once `round_to` has rounded the weights
+        # None until round_to is called. After that, the mean row of the head's weight, (C,) float32.
+        self.register_buffer("head_mean", None, persistent=False)
 
         # RoPE's angles follow from the config, so checkpoints do not store them.
         if config.positions == "rope":
@@ -394,8 +387,8 @@ class GPT(nn.Module):
             self._init_weights()
 
     def _init_weights(self) -> None:
-        """Random weights as in GPT-2, unless the settings say otherwise. A seed gives the same weights only as long as
-        the order of the random draws stays the same."""
+        """Draw random weights as in GPT-2, unless the settings say otherwise. A seed gives the same weights only as
+        long as the order of the random draws stays the same."""
         config = self.config
 
         # All matrices and embeddings, then zero biases.
@@ -407,7 +400,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
         # Each layer adds the outputs of two projections to the residual stream. Smaller weights in deeper networks keep
-        # the variance of the stream independent of the depth. modded-nanogpt starts them, and the head, at zero.
+        # the variance of the stream independent of the depth. modded-nanogpt starts the projections and the head at
+        # zero.
         for module in self.modules():
             if isinstance(module, Projection):
                 nn.init.normal_(module.weight, std=std / math.sqrt(2 * config.n_layer))
@@ -416,8 +410,9 @@ class GPT(nn.Module):
         if config.zero_init_projections and not config.tied_head:
             nn.init.zeros_(self.lm_head.weight)
 
-        # A norm on the embedding undoes its scale, which then only sets how fast it learns: modded-nanogpt's standard
-        # deviation is 1. A tied head would see the scale, so there it stays.
+        # A norm on the embedding undoes the scale of the embedding, which then only sets how fast the embedding learns.
+        # modded-nanogpt's standard deviation is 1. A tied head uses the embedding for the logits, so a tied embedding
+        # keeps init_std.
         if config.embedding_norm and not config.tied_head:
             nn.init.normal_(self.transformer.wte.weight)
 
@@ -448,10 +443,11 @@ class GPT(nn.Module):
         return 6 * in_matmuls + 12 * self.config.n_layer * self.config.n_embd * T
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None, blocks: Sequence[Callable] = ()) -> Tensor:
-        """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`. cache: of the
-        text that idx continues, when sampling. blocks: the compiled versions of the model's blocks, when training."""
-        # The T new positions come after the `start` cached ones. The causal mask is that of a whole text, and a single
-        # position needs none.
+        """Hidden states (B, T, C) for idx (B, T) int64, before the final norm; pass them to `logits`. cache: in
+        sampling, the keys and values of the text before idx. blocks: in training, the compiled versions of the model's
+        blocks."""
+        # The T new positions come after the `start` cached ones. Attention has a causal mask for a whole text, and none
+        # for a single position.
         T = idx.size(1)
         start = cache.length if cache is not None else 0
         end = start + T
@@ -467,8 +463,8 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[start:end]  # (T, C)
 
         for block in blocks or self.transformer.h:
-            # To recompute, keep only the block's input. With a cache nothing is recomputed: a block that runs twice
-            # would append to the cache twice.
+            # To recompute, keep only the block's input. With a cache no block is recomputed, because a block that runs
+            # twice would append to the cache twice.
             if self.recompute and cache is None and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos_sin, cache, use_reentrant=False)
             else:
@@ -479,35 +475,25 @@ class GPT(nn.Module):
             cache.length = end
         return x
 
-    def round_head(self, dtype: torch.dtype | None = None) -> Head:
-        """The head in the precision of its product: `dtype` or, without one, autocast's if that is on."""
-        weight = self.lm_head.weight
-        device_type = weight.device.type
-        if dtype is None and torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        if dtype is None or dtype == weight.dtype:
-            return Head(weight, self.head_mean)
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits (..., V) in float32 of hidden states (..., C). Everything that needs logits calls this function. To
+        change the logits, as with a soft-cap, a bias or a scale, add a line here. A parameter that the line uses trains
+        like any other."""
+        return self.multiply_head(self.transformer.ln_f(x))
 
-        # OpenAI's weights give logits near -100, where bfloat16 steps by 0.5. What all rows of the weight share adds
-        # one number to all logits of a row, x @ mean: take it off before the cast rounds, and add it in float32.
-        mean = weight.float().mean(0)  # (V, C) -> (C,)
-        rounded = (weight - mean).to(dtype)
-        # GPUs multiply aligned matrices faster, and OpenAI's vocabulary is odd: rows of zeros, whose logits go.
-        padding = -len(weight) % 64
-        return Head(F.pad(rounded, (0, 0, 0, padding)) if padding else rounded, mean)
-
-    def to_logits(self, products: Tensor, shift: Tensor | None) -> Tensor:
-        """The logits (..., V) in float32 of the products and the shift of Head. All logits come from here, also those
-        of training, so what is done to them, as a soft-cap, stands here. A parameter here would get no gradient."""
-        logits = products[..., : self.config.vocab_size].float()
-        return logits if shift is None else logits + shift[..., None]
-
-    def logits(self, x: Tensor, head: Head | None = None) -> Tensor:
-        """Logits (..., V), float32, of hidden states (..., C). head: what round_head returns, for whoever multiplies
-        the same head many times."""
-        head = head or self.round_head()
-        x = self.transformer.ln_f(x)
-        return self.to_logits(head.products(x), head.shift(x))
+    def multiply_head(self, x: Tensor) -> Tensor:
+        """x (..., C) times the head's weight: (..., V) in float32. In training, the product has autocast's precision.
+        Without gradients it has float32, unless round_to has rounded the weights, because OpenAI's weights give logits
+        near -100, where bfloat16 has steps of 0.5: a loss in bfloat16 is 0.01 too high."""
+        weight, bias = self.lm_head.weight, self.lm_head.bias
+        if torch.is_grad_enabled() and self.head_mean is None:
+            return self.lm_head(x).float()
+        with torch.autocast(x.device.type, enabled=False):
+            if self.head_mean is None:
+                return F.linear(x.float(), weight.float(), bias)
+            # round_to has taken the mean off all rows of the weight. The mean adds one number to all logits of a
+            # position.
+            return self.lm_head(x.to(weight.dtype)).float() + (x.float() @ self.head_mean)[..., None]
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets (B, T) int64 -> (logits (B, T, V), None), or (None, mean cross-entropy) with targets.
@@ -523,12 +509,16 @@ class GPT(nn.Module):
         return None, losses.sum() / (targets >= 0).sum()
 
     def round_to(self, dtype: torch.dtype) -> "GPT":
-        """Round all weights to `dtype`, for inference only: a tied head is a copy then. Returns the model."""
+        """Round all weights to `dtype`, for inference only: a tied head becomes a copy. Returns the model."""
+        # The rows of the head have a large mean in OpenAI's weights. Without the mean, the rows are smaller numbers,
+        # and rounding changes them less.
         with torch.no_grad():
-            head = self.round_head(dtype)
+            weight = self.lm_head.weight.float()
+            mean = weight.mean(0)  # (V, C) -> (C,)
+            rounded = (weight - mean).to(dtype)
         self.to(dtype)
-        self.lm_head.weight = nn.Parameter(head.weight)
-        self.head_mean = head.mean
+        self.lm_head.weight = nn.Parameter(rounded)
+        self.head_mean = mean
         return self
 
     def generate(
@@ -540,7 +530,7 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """idx (B, T) int64 continued to (B, T + max_new_tokens). The last four arguments are those of Sampler."""
+        """Continue idx (B, T) int64 to (B, T + max_new_tokens). The last four arguments go to Sampler."""
         sampler = Sampler(temperature, top_k, top_p, generator)
         columns = [new_ids[:, None] for new_ids in stream(self, idx, max_new_tokens, sampler)]  # each (B, 1)
         return torch.cat((idx, *columns), dim=1)
@@ -554,9 +544,9 @@ class Sampler:
     """How the next token is drawn.
 
     temperature: divides the logits; 0 always takes the most likely token. top_k: draw from this many most likely
-    tokens; None or 0 means all. top_p: draw from the fewest most likely tokens whose total probability reaches this
-    (nucleus sampling, Holtzman et al. 2019); None means all. generator: where the randomness comes from, on the device
-    of the logits; None means torch's global generator.
+    tokens; None or 0 means all. top_p: draw from the smallest set of most likely tokens whose total probability reaches
+    top_p (nucleus sampling, Holtzman et al. 2019); None means all. generator: the random generator, on the device of
+    the logits; None means torch's global generator.
     """
 
     temperature: float = 1.0
@@ -580,7 +570,8 @@ class Sampler:
         if not logits.isfinite().all():
             raise FloatingPointError("the logits are not finite: the network's numbers overflow")
 
-        # Temperature 0: greedy. Below 1e-6 so are the probabilities, while float32 overflows in the division.
+        # Temperature 0 is greedy. Below 1e-6 the probabilities are greedy, too, but the division would overflow
+        # float32.
         if self.temperature < 1e-6:
             return logits.argmax(dim=-1)
 
@@ -590,7 +581,7 @@ class Sampler:
         # Low temperatures sharpen the distribution, high ones flatten it. (B, k)
         probs = F.softmax(logits / self.temperature, dim=-1)
 
-        # Keep an id while the ids before it total less than top_p, so that at least one id is always kept.
+        # Keep an id while the ids before it total less than top_p. So at least one id is always kept.
         if self.top_p is not None:
             total_before = probs.cumsum(dim=-1) - probs
             probs = probs.masked_fill(total_before >= self.top_p, 0.0)

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from checkpoints import run_folder
+from checkpoints.run_folder import describe_runs
 from evaluation.reference import DATASETS, TOKENS_PER_STEP, Reference, find_reference
-from lifecycle import metrics
 from system.errors import require
 from system.printing import print0
 from system.process import run_cli
 from system.settings import ArgumentParser
-from weights.run_folder import describe_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ def read_curves(run: str | Path) -> Curves:
 
     # Several lines may have the same step. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
-    for row in metrics.read_metrics(path) if path.suffix == ".jsonl" else read_log(path):
+    for row in run_folder.read_metrics(path) if path.suffix == ".jsonl" else read_log(path):
         step = row.pop("step")
         for key, value in row.items():
             if isinstance(value, int | float) and math.isfinite(value):
@@ -112,7 +112,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 def choose_reference(folder: Path) -> Reference | None:
     """The public runs drawn behind a run: those of its preset, steps and tokens per step, if there are any. What it
     does not state, as the plain trainer its preset and the log of another trainer all three, is gpt2-124m's."""
-    config = metrics.read_config(folder)
+    config = run_folder.read_config(folder)
     max_steps = config.get("resolved_max_steps", config.get("max_steps", 19_073))
     found = find_reference(
         config.get("preset", "gpt2-124m"), max_steps, config.get("total_batch_size", TOKENS_PER_STEP)

@@ -3,7 +3,7 @@
     python -m bench.kernels machine                 # the card, the versions, which kernel computes attention
     python -m bench.kernels step [FLAGS]            # a step of two micro-steps, with flags of train_gpt2.py
 
-The second profiles a warm step, with chunks of 8,192 rows in the head (training/loss.py) and of 32,768.
+The second profiles a warm step, once with chunks of 8,192 rows in the head (training/head.py), once with 32,768.
 """
 
 import platform
@@ -18,13 +18,13 @@ from torch.autograd import DeviceType
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
 
+from lifecycle.build import build_trainer
 from lifecycle.command_line import parse
 from model import GPT
 from system import distributed, machine, process
 from system.cards import total_peak_flops
 from system.distributed import Runtime
-from training.build import build_trainer
-from training.loss import Loss
+from training.head import Loss
 
 # By words in the names of kernels, on GPUs and CPUs; the first that fits. Those of the compiler have words of any kind.
 KINDS = {
@@ -93,7 +93,7 @@ def profile_step(flags: list[str]) -> None:
             trainer.finish_step()
 
         for rows in 8192, 32_768:
-            Loss.chunk_rows = lambda self, dtype, rows=rows: rows  # type: ignore[assignment, misc]
+            Loss.chunk_rows = lambda self, device, rows=rows: rows  # type: ignore[assignment, misc]
             step()  # compiles
             step()
             rt.synchronize()

@@ -43,6 +43,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import training.step
 from bench import programs
 from bench.programs import REFERENCES, Reference, Size, print_table, run_apart
+from lifecycle.build import build_trainer
 from lifecycle.command_line import parse
 from model import GPT
 from system.distributed import Runtime
@@ -50,10 +51,9 @@ from system.errors import require
 from system.process import run_cli
 from system.settings import ArgumentParser
 from tokens import shards
-from training import muon, schedule
-from training.build import build_trainer
+from training import muon
 from training.loader import Loader, to_device
-from training.schedule import sequences_before
+from training.schedule import at
 
 
 class StepRecord(NamedTuple):
@@ -196,7 +196,7 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
     trainer = build_trainer(model, cfg, rt, cfg.max_steps)
 
     # The planted error.
-    for group in [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]:
+    for group in [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
         if plant == "rate":
             group["peak_lr"] *= 1.01
         if plant == "decay":
@@ -206,12 +206,13 @@ def run_ours(flags: str, folder: Path, state: dict[str, np.ndarray], plant: Plan
 
     # The same loop as train_gpt2.py's, without saving and evaluating.
     data = Loader(folder / "edu_fineweb10B", "train", cfg.sequence_length, cfg.model.vocab_size, shuffle=False)
-    batches = data.batches(0, lambda step: sequences_before(step, cfg), trainer.B, rt)
+    steps = [at(step, cfg, cfg.max_steps) for step in range(cfg.max_steps)]
+    batches = data.batches(0, (now.sequences for now in steps), trainer.B, rt)
     curve: Curve = []
-    for step in range(cfg.max_steps):
+    for now in steps:
+        trainer.set_step(now)
         loss, norm = trainer.compute_gradients(next(batches))
         curve.append(StepRecord(loss, norm))
-        schedule.set_learning_rates(trainer.optimizers, step, cfg.max_steps, cfg)
         trainer.update()
         trainer.finish_step()
     return curve

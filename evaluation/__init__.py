@@ -1,1 +1,1 @@
-"""Scores beside the val loss: HellaSwag, and public curves to compare a run with."""
+"""What a run measures beside its training loss: the list of evaluations, HellaSwag, and the curves of public runs."""

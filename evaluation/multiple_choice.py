@@ -3,8 +3,8 @@
     examples = load_examples("data/hellaswag/hellaswag_val.jsonl")
     print(evaluate(model, examples, "cuda"))    # {"acc": 0.2859, "acc_norm": 0.2955, "stderr": 0.0046, "n": 10042}
 
-hellaswag.py is the command line, and lifecycle/evaluator.py scores a run with it between steps. Chance is 0.25, and
-OpenAI's GPT-2 124M reaches an acc_norm of 0.2955.
+hellaswag.py is the command line, and evaluation/evaluations.py scores a run between steps. Chance is 0.25, and OpenAI's
+GPT-2 124M reaches an acc_norm of 0.2955.
 
 The scores are in completion style, as build-nanogpt and llm.c report them: acc takes the ending with the lowest summed
 loss, acc_norm the ending with the lowest loss per token.
@@ -13,21 +13,19 @@ loss, acc_norm the ending with the lowest loss per token.
 import json
 import math
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from model import ANY_LENGTH_KERNELS, GPT, GPTConfig, Head, token_losses
+from model import ANY_LENGTH_KERNELS, GPT, GPTConfig, token_losses
 from system.distributed import Runtime
 from system.errors import UserError, explain_errors, require
-from system.printing import print0, progress_bar
+from system.printing import progress_bar
 from tokens import tokenizer
-from training.config import HELLASWAG_DATA, TrainConfig
+from training.config import HELLASWAG_DATA
 
 NUM_ENDINGS = 4
 LABELS = ("0", "1", "2", "3")
@@ -81,14 +79,14 @@ def load_examples(path: str | Path = HELLASWAG_DATA, limit: int = 0) -> list[Exa
     return examples
 
 
-def require_readable(examples: list[Example], config: GPTConfig) -> None:
-    """Raise UserError unless a model of this shape can read the examples."""
-    is_gpt2s = tokenizer.has_gpt2_tokens(config.vocab_size)
-    require(is_gpt2s, f"the model has a vocabulary of {config.vocab_size} tokens, not GPT-2's")
-
-    # A long context can be cut, but an ending must be read as a whole.
+def why_unreadable(examples: list[Example], config: GPTConfig) -> str:
+    """Why a model of this shape cannot read the examples; "" if it can."""
+    if not tokenizer.has_gpt2_tokens(config.vocab_size):
+        return f"the model has a vocabulary of {config.vocab_size} tokens, not GPT-2's"
+    # A long context can be cut, but the model must read an ending as a whole.
     longest = max(len(ending) for example in examples for ending in example.endings)
-    require(longest <= config.block_size, f"an ending has {longest} tokens, but the model reads {config.block_size}")
+    is_readable = longest <= config.block_size
+    return "" if is_readable else f"an ending has {longest} tokens, but the model reads {config.block_size}"
 
 
 # ------------------------------------------------------------------------- the scores
@@ -133,62 +131,32 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     The ranks of `rt` split the batches, so each of them must call this; the forward pass runs under its autocast.
     Raises UserError if the model cannot read the examples.
     """
-    require_readable(examples, model.config)
+    problem = why_unreadable(examples, model.config)
+    require(not problem, problem)
     texts = [text for example in examples for text in make_texts(example, model.config.block_size)]  # 4 n
     batches = plan_batches(texts, max_positions=8_192 if rt.device.type == "cuda" else 512)
 
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
     losses = torch.zeros(len(texts), device=rt.device)
     with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
-        head = model.round_head()
         for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag"):
             ids, targets = make_batch([texts[i] for i in batch], model.config.block_size)
-            losses[batch] = batch_losses(model, head, ids.to(rt.device), targets.to(rt.device))
+            losses[batch] = batch_losses(model, ids.to(rt.device), targets.to(rt.device))
 
     # A text's loss is zero on all ranks but one, so the sum is exact.
     return rt.all_reduce(losses).cpu().view(-1, NUM_ENDINGS)
 
 
-def batch_losses(model: GPT, head: Head, ids: Tensor, targets: Tensor) -> Tensor:
-    """Summed negative log-likelihood (N,) of the targets of each row, float32. ids, targets (N, T): as of make_batch.
-    head: rounded once for all batches."""
+def batch_losses(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    """Summed negative log-likelihood (N,) of the targets of each row, float32. ids, targets (N, T): see make_batch."""
     # Logits are needed only where an ending is predicted. (N, T, C) -> (M, C) -> (M, V) -> (M,)
     in_ending = targets >= 0
-    logits = model.logits(model.hidden(ids)[in_ending], head)
+    logits = model.logits(model.hidden(ids)[in_ending])
 
     # Back to their places, then add up each row. (M,) -> (N, T) -> (N,)
     losses = torch.zeros(ids.shape, device=ids.device)
     losses[in_ending] = token_losses(logits, targets[in_ending])
     return losses.sum(1)
-
-
-def checksum(cfg: TrainConfig) -> str:
-    """A text that changes with the rows that a run would score; one for all runs that score none."""
-    path = Path(cfg.hellaswag_data)
-    rows = path.read_bytes() if cfg.hellaswag_every and path.is_file() else b""
-    return f"{crc32(rows):08x}"
-
-
-def make_scorer(cfg: TrainConfig, config: GPTConfig) -> Callable[[GPT, Runtime], dict] | None:
-    """The function (model, rt) -> accuracies that scores a training run, or None with --hellaswag-every 0.
-
-    If the default file is not there, or a model of this shape cannot read the rows, print the reason and return None:
-    the run trains without HellaSwag. Raises UserError if another file cannot be loaded.
-    """
-    if not cfg.hellaswag_every:
-        return None
-    data = cfg.hellaswag_data
-    if data == HELLASWAG_DATA and not Path(data).exists():
-        print0(f"HellaSwag is off: no {data}; download it with: python hellaswag.py")
-        return None
-
-    examples = load_examples(data)
-    try:
-        require_readable(examples, config)
-    except UserError as e:
-        print0(f"HellaSwag is off: {e}")
-        return None
-    return lambda model, rt: summarize(score(model, examples, rt), examples)
 
 
 # ------------------------------------------------------------------------- the batches

@@ -1,1 +1,2 @@
-"""What keeps a run alive and tells how it goes. Needed to follow a run, not the arithmetic of a step."""
+"""What keeps a run alive and reports on it: opening, building, saving, stopping, logging, prices. Nothing here computes
+what a step computes."""

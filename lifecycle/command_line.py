@@ -12,13 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from checkpoints.checkpoint import read_train_state
+from checkpoints.run_folder import latest_step
 from system.errors import UsageError, require
 from system.printing import env_rank
 from system.settings import ArgumentParser, add_flags, change
-from training.config import TrainConfig, has_mark
+from training.config import TrainConfig
 from training.presets import DESCRIPTIONS, PRESETS
-from weights.checkpoint import read_train_state
-from weights.run_folder import latest_step
 
 USAGE = """%(prog)s [PRESET] [--flag value ...]
 
@@ -43,7 +43,7 @@ def make_parser(cfg: TrainConfig) -> ArgumentParser:
     group = parser.add_argument_group("Instead of training").add_mutually_exclusive_group()
     help = "print the plan with measured speed, memory, time and cost"
     group.add_argument("--dry-run", dest="mode", action="store_const", const="dry-run", help=help)
-    help = "print val loss and HellaSwag of --resume's or --init-from's weights"
+    help = "measure the weights of --resume or --init-from as a run does, and print it"
     group.add_argument("--eval-only", dest="mode", action="store_const", const="eval-only", help=help)
     group.add_argument("--card", metavar="CARDS", help="predict the run on these cards, e.g. 8xH100 or 2080Ti+3090")
     add_flags(parser, cfg)
@@ -69,8 +69,9 @@ def parse(argv: list[str]) -> tuple[TrainConfig, str, str]:
     path = Path(typed.get("out_dir") or cfg.run_dir) if resume == "auto" else Path(resume)
     has_run = resume != "none" and (resume != "auto" or latest_step(path) is not None)
     if has_run and not preset:
-        cfg = TrainConfig.from_dict(read_train_state(path)["config"])
-        per_start: dict[str, Any] = {f.name: f.default for f in fields(cfg) if has_mark(f.name, "per_start")}
+        saved = read_train_state(path)
+        cfg = TrainConfig.from_dict(saved["config"], saved["defaults"])
+        per_start: dict[str, Any] = {f.name: f.default for f in fields(cfg) if f.metadata.get("per_start")}
         cfg = replace(cfg, **per_start)
     if has_run:
         cfg = replace(cfg, out_dir=str(path if path.is_dir() else path.parent))

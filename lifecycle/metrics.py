@@ -1,17 +1,15 @@
 """What a run reports: a line of metrics.jsonl and of the console for each step, and the curves of a tracker.
 
     metrics = MetricsLogger(run)
-    metrics.log_step({"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds, waited_s)
-    rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
+    metrics.log_step(now, {"step": 250, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7}, seconds, waited_s)
 
-Importing this module imports no torch. metrics.jsonl holds one object a line, `step` always, and no step twice. For the
-same step:
+metrics.jsonl holds one object a line, `step` always, and no step twice. For the same step:
 
     metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
     the console     step   250/19073 | loss: 5.800000 | lr 2.1000e-04 | norm: 0.7000 | dt: ... | eta: 12h30m
-"""
 
-from __future__ import annotations
+checkpoints/run_folder.py reads the file.
+"""
 
 import json
 import math
@@ -20,73 +18,21 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 from zlib import crc32
 
+from checkpoints.run_folder import read_metrics, read_step
+from lifecycle.open_run import Run
 from system.cards import total_peak_flops
 from system.files import atomic_write
 from system.printing import format_cost, format_duration, print0
-from weights.run_folder import complete_steps, model_path
-
-if TYPE_CHECKING:
-    from lifecycle.start import Run
-    from training.config import TrainConfig
-
-# ------------------------------------------------------------------------- reading what a run has written
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, each with at least `step`. Skips a line that a kill has cut off, and whatever else
-    is not a row. Empty if there is no file."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """A run's config.json; empty if there is none."""
-    path = run_dir / "config.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def read_step(run_dir: Path, step: int) -> dict[str, Any]:
-    """What a run has measured at a step; empty if nothing is known of it."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    return next((row for row in rows if row["step"] == step), {})
-
-
-def best_step(run_dir: Path, steps: list[int] | None = None) -> int | None:
-    """The step of a run with the lowest val loss, of all steps or of these; None if none was measured."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get("val_loss")]
-    rows = [row for row in rows if steps is None or row["step"] in steps]
-    return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
-
-
-def describe_best(path: Path) -> str:
-    """For people who open a run folder, and so its newest weights: which of the others have a lower val loss, or ""."""
-    saved = complete_steps(path, ["model"])
-    best = best_step(path, saved)
-    if best is None or best == saved[-1]:
-        return ""
-    return f"; {model_path(path, best)} has a lower val loss"
-
-
-# ------------------------------------------------------------------------- writing
+from training.config import TrainConfig
+from training.schedule import Step, at
 
 
 @contextmanager
 def warn_on_error() -> Iterator[None]:
-    """Print what is raised in this block as a warning: a full disk, or a tracker that fails, must not end the run."""
+    """Print an error of this block as a warning, because a full disk or a tracker that fails must not end the run."""
     try:
         yield
     except Exception as e:
@@ -96,85 +42,84 @@ def warn_on_error() -> Iterator[None]:
 class MetricsLogger:
     """Writes OUT/metrics.jsonl and the console line, and feeds the tracker. Only rank 0 writes.
 
-    A resumed run keeps the lines before its first step and writes the later ones again, so no step appears twice. It
-    also keeps the measurements of its first step: a shorter run may have ended there, and have evaluated a step that is
-    not due in the longer one.
+    A resumed run keeps the lines before its first step and writes the later lines again, so no step appears twice. A
+    resumed run also keeps the measurements of its first step: a shorter run may have ended there, and measured what is
+    not due at that step in the longer run.
     """
 
     def __init__(self, run: Run):
-        """Every rank must make one."""
-        cfg, rt, start = run.cfg, run.rt, run.start
+        """Every rank must make one, because total_peak_flops is a collective."""
         self.run = run
-        self.cfg, self.rt, self.start, self.max_steps = cfg, rt, start, run.max_steps
-        self.flops_per_token = run.model.flops_per_token(cfg.sequence_length)
-        self.peak_flops = total_peak_flops(rt)
+        self.peak_flops = total_peak_flops(run.rt)
         self.start_time = time.monotonic()
-        self.first_step_time = 0.0  # when the first step was done, which compiles
-        if rt.is_main:
-            self.path = cfg.run_dir / "metrics.jsonl"
-            self.measured_at_start = read_step(cfg.run_dir, start)
-            self.file: BinaryIO | None = None  # opened by the first line, until which the file stays as it is
-            self.log_to_tracker = TRACKERS[cfg.tracker](cfg, start)
+        self.first_step_time = 0.0  # when the first step was done, which is slower than the others
+        if run.rt.is_main:
+            self.path = run.cfg.run_dir / "metrics.jsonl"
+            self.measured_at_start = read_step(run.cfg.run_dir, run.first_step)
+            self.file: BinaryIO | None = None  # opened when the first line is written
+            self.log_to_tracker = TRACKERS[run.cfg.tracker](run.cfg, run.first_step)
 
-    def log_step(self, row: dict[str, Any], seconds: float, waited_s: float) -> None:
-        """Log a step that has just been done in `seconds`, after a wait for its batch: its line in metrics.jsonl and on
-        the console, which is build-nanogpt's, with MFU, the time to go and the cost since this start.
+    def log_step(self, now: Step, row: dict[str, Any], seconds: float, waited_s: float) -> None:
+        """Log a step that took `seconds`, after a wait of waited_s seconds for its batch: a line in metrics.jsonl, and
+        one on the console. The console line is build-nanogpt's, with MFU, the time to go and the cost since this start.
 
         row: step, train_loss, lr, grad_norm and what was measured before the step, such as val_loss."""
         # MFU is the achieved share of the peak of all GPUs together (PaLM, Chowdhery et al. 2022).
-        step, before = row["step"], self.run.sequences_before
-        tokens_per_second = (before(step + 1) - before(step)) * self.cfg.sequence_length / seconds
-        mfu = tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        run, cfg, T = self.run, self.run.cfg, self.run.cfg.sequence_length
+        tokens_per_second = now.sequences * T / seconds
+        flops_per_second = tokens_per_second * run.model.flops_per_token(T)
+        mfu = flops_per_second / self.peak_flops if self.peak_flops else None
         row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
         row |= {"tokens_per_second": tokens_per_second, "mfu": mfu}
         self.write(row)
 
-        now = time.monotonic()
-        line = f"step {step:5d}/{self.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}"
+        clock = time.monotonic()
+        line = f"step {now.number:5d}/{run.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}"
         line += f" | norm: {row['grad_norm']:.4f} | dt: {seconds * 1e3:.2f}ms | tok/sec: {tokens_per_second:,.0f}"
         if mfu:
             line += f" | mfu: {mfu:.1%}"
-        # A disk that is slower than training; the first batch always takes a moment.
-        if waited_s > max(0.01, 0.05 * seconds) and step > self.start:
+        # Report a long wait: the disk is slower than training. The first batch always takes a moment.
+        if waited_s > max(0.01, 0.05 * seconds) and now.number > run.first_step:
             line += f" | waited for data: {waited_s * 1e3:.0f}ms"
-        # At the mean speed of all steps but the first, with the evaluations and saves between them.
-        if step == self.start:
-            self.first_step_time = now
+        # The time to go follows from the mean speed since the first step, with evaluations and saves.
+        if now.number == run.first_step:
+            self.first_step_time = clock
         else:
-            done, to_do = before(step + 1) - before(self.start + 1), before(self.max_steps) - before(step + 1)
-            line += f" | eta: {format_duration((now - self.first_step_time) * to_do / done)}"
-        if self.cfg.gpu_hour_usd:
-            line += f" | cost: {format_cost(now - self.start_time, self.rt.world_size, self.cfg.gpu_hour_usd)}"
+            read = now.sequences_before + now.sequences
+            timed = read - at(run.first_step + 1, cfg, run.max_steps).sequences_before
+            to_do = at(run.max_steps, cfg, run.max_steps).sequences_before - read
+            line += f" | eta: {format_duration((clock - self.first_step_time) * to_do / timed)}"
+        if cfg.gpu_hour_usd:
+            line += f" | cost: {format_cost(clock - self.start_time, run.rt.world_size, cfg.gpu_hour_usd)}"
         print0(line)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one line: `step` and whatever was measured there."""
-        if not self.rt.is_main:
+        if not self.run.rt.is_main:
             return
-        if row["step"] == self.start:
+        if row["step"] == self.run.first_step:
             row = self.measured_at_start | row
-        # JSON has no NaN and no infinity, which a refused update may contain: write null.
+        # JSON has no NaN and no infinity, which a skipped step of float16 may have: write null.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         with warn_on_error():
             if self.file is None:
                 # Drop the lines of steps that this run repeats.
-                kept = [json.dumps(old) + "\n" for old in read_metrics(self.path) if old["step"] < self.start]
+                kept = [json.dumps(old) + "\n" for old in read_metrics(self.path) if old["step"] < self.run.first_step]
                 with atomic_write(self.path) as f:
                     f.write("".join(kept).encode())
                 self.file = open(self.path, "ab")
-            # Flushed at once, so that a kill takes no line back. What a full disk has no room for stays in the buffer.
+            # Flush at once, so that a kill loses no line. A line that does not fit on a full disk stays in the buffer.
             self.file.write(json.dumps(finite).encode() + b"\n")
             self.file.flush()
         with warn_on_error():
             values = {k: v for k, v in row.items() if k != "step" and v is not None}
             self.log_to_tracker(row["step"], values)
 
-    def log_text(self, step: int, text: str) -> None:
-        """Send samples, if there are any, to the console and the tracker."""
-        if text:
-            print0(text)
+    def log_texts(self, now: Step, texts: dict[str, str]) -> None:
+        """Send samples and other texts {evaluation: text} to the tracker. The console has them already."""
+        if self.run.rt.is_main and texts:
             with warn_on_error():
-                self.log_to_tracker(step, {"samples": text})
+                self.log_to_tracker(now.number, dict(texts))
 
     def flush(self) -> None:
         """Bring all lines to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
@@ -186,8 +131,8 @@ class MetricsLogger:
 
 # ------------------------------------------------------------------------- trackers
 
-# A tracker adds a point at a step to the curve of each number {key of metrics.jsonl: value}, and shows texts. A resumed
-# run repeats the steps after its checkpoint, which the tracker has been sent already.
+# A tracker is a function of a step and of {key of metrics.jsonl: value}. It adds a point to the curve of each number,
+# and shows texts. A resumed run repeats the steps after its checkpoint, so the tracker gets those steps twice.
 Track = Callable[[int, dict[str, float | str]], None]
 
 
@@ -208,7 +153,8 @@ def open_tensorboard(cfg: TrainConfig, start_step: int) -> Track:
             if isinstance(value, str):
                 writer.add_text(key, f"```\n{value}\n```", step)
             else:
-                writer.add_scalar(f"{'loss' if key.endswith('_loss') else 'run'}/{key}", value, step)
+                is_loss = "_loss" in key  # also val_loss_books, of an evaluation that somebody adds
+                writer.add_scalar(f"{'loss' if is_loss else 'run'}/{key}", value, step)
         writer.flush()
 
     return track

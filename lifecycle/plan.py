@@ -1,9 +1,10 @@
 """The plan of a run: what it will do, take and cost, printed before it starts; and its result, at the end.
 
-    print_plan(cfg, rt, model, data, step, max_steps)
-    check_disk(cfg, trainer.state, max_steps)
-    print_result(cfg, start, step, seconds)
+    print_plan(cfg, rt, model, data, now, max_steps)
+    check_disk(cfg, trainer, max_steps)
+    print_result(cfg, first_step, step, seconds)
     dry_run(cfg, rt)                                # --dry-run: measures a step on this machine
+    evaluate_weights(cfg, rt)                       # --eval-only
     print0(predict(cfg, "8xH100"))                  # --card 8xH100: needs no GPU and no data, and takes a second
 
 tests/test_plan.py compares the predictions with published runs.
@@ -19,26 +20,27 @@ from pathlib import Path
 
 import torch
 
-from lifecycle.evaluator import SAMPLE_TOKENS, is_due
-from lifecycle.metrics import best_step, read_step
-from lifecycle.start import find_checkpoint, open_data, open_first_weights
+from checkpoints.checkpoint import read_train_state
+from checkpoints.open_model import open_model
+from checkpoints.run_folder import best_step, complete_steps, model_path, read_step
+from evaluation.evaluations import list_facts, make_list, measure, open_list
+from lifecycle.build import build_trainer
+from lifecycle.microbatch import divisors_of_share
+from lifecycle.open_run import find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
 from system.cards import MIN_WIDTH, find_cards, read_cards, total_peak_flops
-from system.distributed import Runtime
+from system.distributed import Runtime, check_ranks
 from system.errors import require
 from system.files import atomic_write
 from system.printing import format_cost, format_duration, print0
 from tokens.shards import read_manifest
 from training import optim
-from training.build import build_trainer
 from training.config import TrainConfig
 from training.loader import Loader
-from training.microbatch import divisors_of_share
 from training.presets import PRESETS, is_network_from_init
-from training.schedule import count_steps, sequences_at, sequences_before
-from training.state import State
-from weights.run_folder import complete_steps, model_path
+from training.schedule import Step, at, count_steps
+from training.step import Trainer
 
 # Bytes of a float32 weight and its gradient, or of both in bfloat16 beside a float32 master weight.
 WEIGHT_AND_GRADIENT_BYTES = 8
@@ -46,31 +48,28 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
 EAGER_SPEED = 0.69
 
-# Of HellaSwag's 10,042 questions, with the padding of their batches.
-HELLASWAG_TOKENS = 1_830_000
-
-# Assumed, not measured: a token of samples on a GPU, and how fast the state of a run is copied from it.
-SAMPLE_TOKEN_S = 0.01
+# How fast the state of a run is copied from a GPU; assumed, not measured.
 COPY_BYTES_PER_S = 2e10
 
 # Up to so many epochs repeated data are nearly as good as new ones (Muennighoff et al. 2023, arXiv 2305.16264).
 MAX_EPOCHS = 4
 
 
-def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, step: int, max_steps: int) -> None:
-    """Print the facts of the run, and warn of what is likely a mistake. Every rank must call it."""
+def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, now: Step, max_steps: int) -> None:
+    """Print what the run from step `now` on will do, and warn of what is likely a mistake. Every rank must call
+    this."""
     devices = describe_devices(rt.gather(machine.device_name(rt.device)))
     print0(f"run        {cfg.preset}, in {cfg.run_dir}")
     print0(f"network    {model.num_params():,} parameters, a context of {cfg.model.block_size}; seed {cfg.seed}")
     print0(f"machine    {devices}, {machine.dtype_name(rt.dtype)}, torch {torch.__version__}")
-    print0(f"steps      {step:,} to {max_steps:,}, each of {sequences_at(step, cfg) * cfg.sequence_length:,} tokens")
+    print0(f"steps      {now.number:,} to {max_steps:,}, each of {now.sequences * cfg.sequence_length:,} tokens")
     if cfg.warmup_steps > max_steps:
         print0(f"warning: --warmup-steps {cfg.warmup_steps} of {max_steps} steps: the rate never reaches its peak")
     if data is None:
         print0(f"data       {cfg.data_dir}: this folder does not exist yet")
         return
     epoch_tokens = data.order.sequences_per_epoch * data.T  # of whole sequences
-    epochs = sequences_before(max_steps, cfg) * data.T / epoch_tokens
+    epochs = at(max_steps, cfg, max_steps).sequences_before * data.T / epoch_tokens
     print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.files)} shards, read {epochs:.2f} times")
     if epochs > MAX_EPOCHS and not cfg.overfit_single_batch:
         print0(f"warning: more than {MAX_EPOCHS} times teaches little; to read them less often: --max-steps")
@@ -85,21 +84,26 @@ def describe_devices(names: list[str]) -> str:
     return " + ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def check_disk(cfg: TrainConfig, state: State, max_steps: int) -> None:
+def check_disk(cfg: TrainConfig, trainer: Trainer, max_steps: int) -> None:
     """Raise UserError, before a step is paid for, if the disk has no room for the checkpoints that are still to come
-    after the state's step. For rank 0."""
+    after the trainer's step. For rank 0."""
     # A run always saves at its end. --save-every adds saves; --keep deletes all but these, the best, and the one that
     # is being written. A resumed run has some of them already.
-    saves = math.ceil(max_steps / cfg.save_every) - state.step // cfg.save_every if cfg.save_every else 1
+    saves = math.ceil(max_steps / cfg.save_every) - trainer.state.step // cfg.save_every if cfg.save_every else 1
     if cfg.keep:
         saves = min(saves, max(1, cfg.keep + 2 - len(complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    size = state.num_bytes()
+    size = checkpoint_bytes(trainer)
     free = shutil.disk_usage(cfg.run_dir).free
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 1, a larger --save-every or another --out-dir"
     require(saves * size <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """The size of a checkpoint after the first step, which creates the optimizers' state."""
+    return trainer.state.num_bytes() + optim.state_bytes(trainer.model, trainer.cfg)
 
 
 def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
@@ -114,7 +118,7 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
         f.write(json.dumps(content, indent=2).encode() + b"\n")
 
 
-def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> None:
+def print_result(cfg: TrainConfig, first_step: int, step: int, seconds: float) -> None:
     """Print how a run has finished, and where its best weights are, by val loss. For rank 0."""
     best = best_step(cfg.run_dir)
     which = ""
@@ -124,7 +128,7 @@ def print_result(cfg: TrainConfig, start: int, step: int, seconds: float) -> Non
             which += f" at step {best}, which is not saved; the last weights"
             best = None
     path = model_path(cfg.run_dir, step if best is None else best)
-    print0(f"done: steps {start} to {step} in {format_duration(seconds)}{which}: {path}")
+    print0(f"done: steps {first_step} to {step} in {format_duration(seconds)}{which}: {path}")
 
 
 # ------------------------------------------------------------------------- without training
@@ -136,14 +140,14 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     model = open_first_weights(cfg)
     cfg = replace(cfg, model=model.config)
     has_data = Path(cfg.data_dir).is_dir() or not cfg.max_steps
-    data = open_data(cfg)[0] if has_data else None
+    data = open_data(cfg) if has_data else None
     max_steps = count_steps(cfg, data.order.sequences_per_epoch if data else 0)
     rt = distributed.choose_precision(rt, cfg.dtype)
     saved = find_checkpoint(cfg) if cfg.resume != "none" else None
-    first_step = saved["step"] if saved else 0
-    print_plan(cfg, rt, model, data, first_step, max_steps)
+    now = at(saved["step"] if saved else 0, cfg, max_steps)
+    print_plan(cfg, rt, model, data, now, max_steps)
     trainer = build_trainer(model, cfg, rt, max_steps)
-    trainer.state.step = first_step
+    trainer.set_step(now)
     B, T = trainer.B, cfg.sequence_length
 
     # Steps of one and of two micro-steps, as a whole one may take minutes. What the second adds is a micro-step; the
@@ -160,13 +164,43 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
         rt.synchronize()
         seconds[count] = min(seconds[count], time.perf_counter() - start_time)
 
-    micro_steps = sequences_at(first_step, cfg) // rt.world_size // B
+    micro_steps = now.sequences // rt.world_size // B
     micro_s = min(seconds[1], seconds[2] - seconds[1])  # noise may make the difference too large
     step_s = seconds[1] + (micro_steps - 1) * micro_s
     peak_gb = machine.peak_memory(rt.device) / 2**30
     print0(f"dry run: peak memory per rank {peak_gb:.1f} GiB; {micro_steps} micro-steps of {micro_s * 1e3:,.0f} ms")
-    size, peak_flops = trainer.state.num_bytes(), total_peak_flops(rt)
-    print0(describe_speed(cfg, model, size, step_s, first_step, max_steps, rt.world_size, peak_flops))
+    size, peak_flops = checkpoint_bytes(trainer), total_peak_flops(rt)
+    print0(describe_speed(cfg, model, size, step_s, now, max_steps, rt.world_size, peak_flops))
+
+
+def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
+    """--eval-only: print what a run would measure of the weights that --resume or --init-from names. Every rank must
+    call this.
+
+    For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
+    (acc_norm). Raises UserError without weights or data."""
+    weights = {"none": cfg.init_from, "auto": str(cfg.run_dir)}.get(cfg.resume, cfg.resume)
+    fix = "add --resume log/RUN, for its own data, or --init-from gpt2 or another model"
+    require(weights != "scratch", f"--eval-only needs trained weights: {fix}")
+    # A resumed run would measure the weights at the step of the checkpoint. Other weights are taken to be final ones.
+    step = max_steps = 1
+    if cfg.resume != "none":
+        saved = read_train_state(weights)
+        step, max_steps = saved["step"], saved["max_steps"]
+    model = open_model(weights)
+
+    # In sequences no longer than the model's context. Not compiled: compiling would take longer than it saves.
+    T = min(cfg.sequence_length, model.config.block_size)
+    B = 4 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+    batch = B * rt.world_size * T
+    cfg = replace(cfg, model=model.config, sequence_length=T, total_batch_size=batch, micro_batch_size=B, compile=False)
+    rt = distributed.choose_precision(rt, cfg.dtype)
+    evaluations = open_list(cfg)
+    require(evaluations, "--eval-only: all evaluations are off; use --val-every 1")
+    check_ranks(rt, list_facts(evaluations), "give every machine the same files")
+    trainer = build_trainer(model, cfg, rt, max_steps)
+    trainer.set_step(at(step, cfg, max_steps))
+    measure(evaluations, trainer, f"{weights} on {cfg.data_dir}, in {machine.dtype_name(rt.dtype)}")
 
 
 def predict(cfg: TrainConfig, card: str) -> str:
@@ -184,7 +218,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
 
     max_steps = cfg.max_steps
     if not max_steps and Path(cfg.data_dir).is_dir():
-        max_steps = count_steps(cfg, open_data(cfg)[0].order.sequences_per_epoch)
+        max_steps = count_steps(cfg, open_data(cfg).order.sequences_per_epoch)
     require(max_steps, f"how many steps {cfg.preset} takes depends on the data in {cfg.data_dir}; say --max-steps")
     divisors_of_share(cfg, len(cards), max_steps)  # what a run on these cards would refuse
 
@@ -195,8 +229,9 @@ def predict(cfg: TrainConfig, card: str) -> str:
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
     peak_flops = 1e12 * sum(card.tflops for card in kinds)
     saved_bytes = 4 * model.num_params() + optim.state_bytes(model, cfg)
-    step_s = predict_step_s(cfg, cards)
-    speed = describe_speed(cfg, model, saved_bytes, step_s, 0, max_steps, len(cards), peak_flops)
+    now = at(0, cfg, max_steps)
+    step_s = predict_step_s(cfg, cards, now)
+    speed = describe_speed(cfg, model, saved_bytes, step_s, now, max_steps, len(cards), peak_flops)
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
@@ -205,10 +240,10 @@ def predict(cfg: TrainConfig, card: str) -> str:
     )
 
 
-def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
-    """Seconds of the first step on these GPUs, by their names in cards.csv. They share the step evenly, and wait for
-    the slowest; what they send each other is taken to be hidden behind the backward pass."""
-    tokens = sequences_at(0, cfg) * cfg.sequence_length
+def predict_step_s(cfg: TrainConfig, cards: list[str], now: Step) -> float:
+    """Seconds of a step on these GPUs, by their names in cards.csv. The GPUs share the step evenly, and wait for the
+    slowest one. The backward pass is assumed to hide what they send each other."""
+    tokens = now.sequences * cfg.sequence_length
     flops = tokens * GPT.without_memory(cfg.model).flops_per_token(cfg.sequence_length)
     slowest = min(card.tflops * card.mfu for name, card in read_cards().items() if name in cards)
     seconds = flops / (len(cards) * 1e12 * slowest)
@@ -218,16 +253,14 @@ def predict_step_s(cfg: TrainConfig, cards: list[str]) -> float:
 
 
 def predict_pauses_s(cfg: TrainConfig, state_bytes: int, step: int, max_steps: int, tokens_per_second: float) -> float:
-    """Seconds from `step` on in which a run does not train: evaluations, at a third of what a token costs in training,
-    which is the forward pass; samples; and saves, until their copy of `state_bytes` is in host memory."""
-
-    def count(period: int) -> int:
-        return sum(is_due(i, period, max_steps) for i in range(step, max_steps + 1))
-
-    hellaswag_tokens = HELLASWAG_TOKENS / EAGER_SPEED  # it is not compiled
-    tokens = count(cfg.val_every) * cfg.val_tokens + count(cfg.hellaswag_every) * hellaswag_tokens
-    samples_s = count(cfg.sample_every) * SAMPLE_TOKENS * SAMPLE_TOKEN_S
-    return tokens / 3 / tokens_per_second + samples_s + count(cfg.save_every) * state_bytes / COPY_BYTES_PER_S
+    """Seconds from `step` on in which a run does not train: its evaluations, and its saves, until their copy of
+    state_bytes is in host memory. A token without gradients takes a third of a token of training."""
+    steps = [at(number, cfg, max_steps) for number in range(step, max_steps + 1)]
+    pauses_s = sum(now.is_due(cfg.save_every) for now in steps) * state_bytes / COPY_BYTES_PER_S
+    for evaluation in make_list(cfg):
+        count = sum(evaluation.is_due(now) for now in steps)
+        pauses_s += count * (evaluation.tokens / 3 / tokens_per_second + evaluation.seconds)
+    return pauses_s
 
 
 def describe_speed(
@@ -235,20 +268,20 @@ def describe_speed(
     model: GPT,
     state_bytes: int,
     step_s: float,
-    step: int,
+    now: Step,
     max_steps: int,
     gpus: int,
     peak_flops: float | None,
 ) -> str:
-    """The speed, length and price of a run from `step` on, which takes `step_s` seconds. peak_flops: of all GPUs, if
-    known."""
-    sequences_per_second = sequences_at(step, cfg) / step_s
+    """The speed, length and price of a run from step `now` on, which takes `step_s` seconds. peak_flops: of all GPUs,
+    if known."""
+    sequences_per_second = now.sequences / step_s
     tokens_per_second = sequences_per_second * cfg.sequence_length
     mfu = "unknown"
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
-    steps_s = (sequences_before(max_steps, cfg) - sequences_before(step, cfg)) / sequences_per_second
-    pauses_s = predict_pauses_s(cfg, state_bytes, step, max_steps, tokens_per_second)
+    steps_s = (at(max_steps, cfg, max_steps).sequences_before - now.sequences_before) / sequences_per_second
+    pauses_s = predict_pauses_s(cfg, state_bytes, now.number, max_steps, tokens_per_second)
 
     def describe(seconds: float) -> str:
         cost = f", {format_cost(seconds, gpus, cfg.gpu_hour_usd)}" if cfg.gpu_hour_usd else ""
@@ -256,6 +289,6 @@ def describe_speed(
 
     return (
         f"step {step_s * 1e3:,.0f} ms: {tokens_per_second:,.0f} tokens/s, MFU {mfu}\n"
-        f"{max_steps - step:,} steps take {describe(steps_s)}\n"
+        f"{max_steps - now.number:,} steps take {describe(steps_s)}\n"
         f"evaluations, samples and saves take about {describe(pauses_s)}: in all {describe(steps_s + pauses_s)}"
     )

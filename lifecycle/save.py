@@ -2,20 +2,19 @@
 
     with Saver(run, trainer, metrics) as saver:
         saver.save()                # returns once everything is copied to host memory; a thread writes it
-        saver.writer.check()        # raises what has made that write fail for good
+        saver.writer.check()        # raises the error of that write, if the next write would fail, too
         saver.finish()              # waits for the disk, and raises the error of a write that failed
 
-The files are weights/checkpoint.py's, and what resuming reads is lifecycle/start.py's.
+checkpoints/checkpoint.py writes the files, and lifecycle/open_run.py reads them to resume.
 """
 
-from lifecycle.metrics import MetricsLogger, best_step
-from lifecycle.start import Run
-from system import machine
+from checkpoints import checkpoint
+from checkpoints.run_folder import best_step, complete_steps
+from lifecycle.metrics import MetricsLogger
+from lifecycle.open_run import Run
 from system.distributed import check_tensors_agree
-from training.state import to_state_dict
+from training.config import TrainConfig
 from training.step import Trainer
-from weights import checkpoint
-from weights.run_folder import complete_steps
 
 
 class Saver:
@@ -33,34 +32,34 @@ class Saver:
         self.writer.join()
 
     def save(self) -> None:
-        """Save the state of now, unless the run folder has this step. Every rank must call it."""
-        # At most one snapshot is in host memory: wait until the one before is written. The other ranks wait for rank 0
-        # in `gather`, for up to two hours.
+        """Save the present state, unless the run folder has this step already. Every rank must call this."""
+        # Host memory holds at most one snapshot, so wait until the previous one is written. The other ranks wait for
+        # rank 0 in `gather`, for up to two hours.
         run, rt, state = self.run, self.run.rt, self.trainer.state
         self.writer.join()
         if rt.gather(self.writer.saved_step)[0] == state.step:
             return
 
-        check_tensors_agree(rt, state.compared(), state.step)
-        # There are no random states: the random numbers of a step follow from its number.
-        train_state = state.copy() | {
-            "max_steps": run.max_steps,
-            "data": run.data.fingerprint(),
-            "dtype": machine.dtype_name(rt.dtype),
-            "config": run.cfg.to_dict(),
-            "versions": machine.versions(),
-        }
-        if rt.is_main:
-            # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
-            self.metrics.flush()
-            best = best_step(run.cfg.run_dir, complete_steps(run.cfg.run_dir))
-            weights = to_state_dict(run.model, state.weights)
-            content = checkpoint.model_file(run.model, state.step, weights, preset=run.cfg.preset)
-            self.writer.save(state.step, content, train_state, best)
+        # In evaluation mode, so that a checkpoint has the weights that evaluations measure.
+        with self.trainer.evaluating():
+            check_tensors_agree(rt, state.tensors_to_compare(), state.step)
+            # There is no random state, because each step seeds the generator from its number.
+            train_state = state.copy() | {
+                "max_steps": run.max_steps,
+                "facts": {name: tuple(fact) for name, fact in run.facts.items()},
+                "config": run.cfg.to_dict(),
+                "defaults": TrainConfig().to_dict(),
+            }
+            if rt.is_main:
+                # A resumed run needs every line of metrics.jsonl before the checkpoint's step.
+                self.metrics.flush()
+                best = best_step(run.cfg.run_dir, complete_steps(run.cfg.run_dir))
+                content = checkpoint.model_file(run.model, state.step, self.trainer.state_dict(), preset=run.cfg.preset)
+                self.writer.save(state.step, content, train_state, best)
 
     def finish(self) -> None:
-        """Save the state of now as the last one, and wait until it is on the disk. Raises what a failed write has
-        raised. Every rank must call it."""
+        """Save the present state, and wait until it is on the disk. Raises the error of a write that failed. Every rank
+        must call this."""
         self.save()
         self.writer.finish()
 

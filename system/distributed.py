@@ -32,6 +32,7 @@ from torch import Tensor
 
 from system import machine
 from system.errors import TransientError, UserError, require
+from system.facts import START, Fact, Facts, compare
 from system.printing import env_number, env_rank
 
 # How long ranks wait for each other's objects: reading a checkpoint from a slow network volume takes minutes.
@@ -89,29 +90,27 @@ class Runtime:
         dist.all_gather_object(values, value, group=self.slow_group)
         return values
 
-    def check_equal(self, facts: dict[str, str], fix: str, error: type[UserError] = UserError) -> None:
-        """Raise an error on every rank unless all have the same `facts`. It names those that differ from rank 0's:
-        "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call it."""
-        found = self.gather((socket.gethostname(), facts))
-        host_0, facts_0 = found[0]
-        differences = []
-        for rank, (host, facts) in enumerate(found):
-            for name in facts_0 | facts:
-                value_0, value = facts_0.get(name), facts.get(name)
-                if value != value_0:
-                    differences.append(f"{name} is {value_0} on rank 0 ({host_0}), but {value} on rank {rank} ({host})")
-        if differences:
-            raise error(f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
+
+def check_ranks(rt: Runtime, facts: Facts, fix: str, error: type[UserError] = UserError) -> None:
+    """Raise an error on every rank unless all ranks have equal facts. The error names the facts that differ from rank
+    0's: "--seed is 3 on rank 0 (host a), but 5 on rank 1 (host b)". Every rank must call this."""
+    reports = rt.gather((socket.gethostname(), facts))
+    host_0, facts_0 = reports[0]
+    differences = []
+    for rank, (host, facts_of_rank) in enumerate(reports):
+        for name, (value_0, value) in compare(facts_0, facts_of_rank).items():
+            differences.append(f"{name} is {value_0} on rank 0 ({host_0}), but {value} on rank {rank} ({host})")
+    if differences:
+        raise error(f"the ranks of this run differ: {'; '.join(differences)}; {fix}")
 
 
 @contextmanager
-def session(device: str = "auto", settings: dict[str, str] | None = None) -> Iterator[Runtime]:
+def session(device: str = "auto", facts: Facts | None = None) -> Iterator[Runtime]:
     """Yield this process's Runtime, in float32 until a precision is chosen. Under torchrun join the other ranks, and
     leave them at the end.
 
-    device: auto, cpu, cuda or, for a single process, mps or cuda:N. Raises UserError if it is not available.
-    settings: {flag: value} that must be equal on all ranks. Ranks that differ in their settings, their kind of device,
-    or their version of torch or the code are refused.
+    device: auto, cpu, cuda or, for a single process, mps or cuda:N. Raises UserError if the device is not available, or
+    unless all ranks have equal `facts`, the same kind of device, and the same versions of torch and the code.
     """
     # srun and mpirun start N tasks, each of which would train alone, while N are paid for.
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
@@ -140,8 +139,8 @@ def session(device: str = "auto", settings: dict[str, str] | None = None) -> Ite
     dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=rt.device if is_cuda else None)
     slow_group = dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
     rt = replace(rt, rank=env_rank(), world_size=world_size, slow_group=slow_group)
-    facts = {"the kind of device": rt.device.type, **machine.versions(), **(settings or {})}
-    rt.check_equal(facts, "start every machine with the same command, code and software")
+    facts = {"the kind of device": Fact(rt.device.type, START), **machine.version_facts(), **(facts or {})}
+    check_ranks(rt, facts, "start every machine with the same command, code and software")
     yield rt
 
     # Not after an error: the ranks that are left would wait for the one that is gone. It ends (system/process.py).
@@ -199,5 +198,8 @@ def check_tensors_agree(rt: Runtime, named: dict[str, list[Tensor]], step: int) 
     # A single rank has nothing to compare with.
     if rt.world_size > 1:
         fix = "--resume auto continues from the newest checkpoint; if it comes again, test the memory of that card"
-        facts = {f"the checksum of {name} at step {step}": str(checksum(tensors)) for name, tensors in named.items()}
-        rt.check_equal(facts, fix, TransientError)
+        facts = {
+            f"the checksum of {name} at step {step}": Fact(str(checksum(tensors)), START)
+            for name, tensors in named.items()
+        }
+        check_ranks(rt, facts, fix, TransientError)

@@ -27,6 +27,7 @@ from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
 from system.errors import UserError, require
+from system.facts import NOTED, Fact, Facts
 from system.printing import env_number
 
 ROOT = Path(__file__).parent.parent
@@ -207,3 +208,8 @@ def versions() -> dict[str, str]:
         if changes:
             numbers["commit"] += f"-{crc32(changes):08x}"
     return numbers
+
+
+def version_facts() -> Facts:
+    """The versions as facts: other software rounds otherwise, so a resumed run prints what has changed."""
+    return {name: Fact(version, NOTED) for name, version in versions().items()}

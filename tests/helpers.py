@@ -25,6 +25,9 @@ import torch.nn.functional as F
 from networks import make_network
 
 import train_gpt2
+from checkpoints import checkpoint
+from checkpoints.open_model import open_model
+from checkpoints.run_folder import complete_steps, model_path, optim_path
 from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
 from model import MLP
@@ -33,9 +36,6 @@ from system.distributed import Runtime
 from system.errors import UserError
 from tokens import shards
 from training.config import TrainConfig
-from weights import checkpoint
-from weights.open_model import open_model
-from weights.run_folder import complete_steps, model_path, optim_path
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Runtime(torch.device("cpu"), torch.float32)  # one rank on the CPU: the runtime of the runs in this process
@@ -70,7 +70,7 @@ def train_quickstart(args, out, *more, stop=None) -> Path:
     """Train the preset quickstart with the flags `args` and `more` in this process, into the folder `out`; returns that
     folder. `stop` may hold a stop request, by which a test ends the run early."""
     torch.set_num_threads(1)  # the tests run side by side
-    train_gpt2.train(parse_config("quickstart", *args, "--out-dir", out, *more), CPU, stop or StopRequest())
+    train_gpt2.open_and_train(parse_config("quickstart", *args, "--out-dir", out, *more), CPU, stop or StopRequest())
     return Path(out)
 
 

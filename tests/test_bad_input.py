@@ -24,8 +24,8 @@ import torch
 from faults.hub_server import Hub
 from helpers import TINY_FLAGS, read_table, run_main
 
+from checkpoints import checkpoint
 from model import GPT, GPTConfig
-from weights import checkpoint
 
 # 1: one line on stderr begins with "error:". 2: the parser does not know a word, or there is no such network.
 TABLE = """
@@ -79,11 +79,11 @@ TABLE = """
 1 | TRAIN --eval-only                                      | --init-from
 1 | TRAIN --out-dir run                                    | --resume auto
 1 | TRAIN --resume run --out-dir run --max-steps 13 --seed 1 | seed: 1337 -> 1; to keep the old ones
-1 | TRAIN --resume run --max-steps 13 --no-shuffle --max-lr 1 | shuffle: True -> False; max_lr: 0.003 -> 1.0
-1 | TRAIN --resume run --model.n-head 4 --allow-drift      | n_head: 2 -> 4
+1 | TRAIN --resume run --max-steps 13 --no-shuffle --max-lr 1 | --shuffle: True -> False; --max-lr: 0.003 -> 1.0
+1 | TRAIN --resume run --model.n-head 4 --allow-drift      | --model.n-head: 2 -> 4
 1 | TRAIN --resume run --model.vocab-size 512 --allow-drift | 256 -> 512
 1 | TRAIN --resume run --optimizer muon --allow-drift      | adamw -> muon
-1 | TRAIN --resume run/model_00006.pt --max-steps 11       | max_steps: 12 -> 11
+1 | TRAIN --resume run/model_00006.pt --max-steps 11       | --max-steps: 12 -> 11
 1 | TRAIN --init-from weights --model.n-layer 3            | n_layer=2
 1 | TRAIN --stop-off-track                                 | no public runs
 1 | TRAIN --out-dir text.txt                               | text.txt

@@ -1,4 +1,5 @@
-"""Checkpoints (weights/checkpoint.py): complete or absent, the newest complete counts, a failed write loses nothing.
+"""Checkpoints (checkpoints/checkpoint.py): complete or absent, the newest complete counts, a failed write loses
+nothing.
 
 Most tests write real files of a tiny model with `save`, damage or delete some of them, and ask what is left.
 """
@@ -13,12 +14,11 @@ import pytest
 import torch
 from helpers import limit_file_size, refused, same_bits, write_jsonl, write_model
 
-from lifecycle.metrics import best_step
+from checkpoints import checkpoint
+from checkpoints.open_model import open_and_describe, open_model
+from checkpoints.run_folder import best_step, complete_steps, latest_step, optim_path
 from model import GPT, GPTConfig
 from system.errors import UserError
-from weights import checkpoint
-from weights.open_model import open_and_describe, open_model
-from weights.run_folder import complete_steps, latest_step, optim_path
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24)  # the default, 12 heads, would fit, too
 
@@ -30,7 +30,9 @@ def save(folder, step, keep=0, writer=None):
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
     best = best_step(folder, complete_steps(folder))
-    writer.save(step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "parts": {"adamw": torch.ones(3)}}, best)
+    writer.save(
+        step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "components": {"adamw": torch.ones(3)}}, best
+    )
     writer.finish()
 
 
@@ -43,7 +45,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
     model = GPT(config)
     saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     writer = checkpoint.CheckpointWriter(tmp_path)
-    writer.save(7, checkpoint.model_file(model, 7), {"step": 7, "parts": {"adamw": torch.ones(3)}})
+    writer.save(7, checkpoint.model_file(model, 7), {"step": 7, "components": {"adamw": torch.ones(3)}})
     with torch.no_grad():
         model.lm_head.weight.zero_()
     writer.finish()
@@ -55,7 +57,7 @@ def test_what_was_saved_comes_back(tmp_path, config):
 
     for path in (tmp_path, tmp_path / "model_00007.pt", tmp_path / "optim_00007.pt"):
         state = checkpoint.read_train_state(path)
-        assert state["step"] == 7 and torch.equal(state["parts"]["adamw"], torch.ones(3))
+        assert state["step"] == 7 and torch.equal(state["components"]["adamw"], torch.ones(3))
         assert state["model_file"] == tmp_path / "model_00007.pt"
 
     # A tied head is stored once.

@@ -17,7 +17,7 @@ from lifecycle.command_line import parse
 from lifecycle.metrics import TRACKERS
 from model import ACTIVATIONS, NORMS, GPTConfig
 from training import optim
-from training.config import TrainConfig, flag, settings_by_flag
+from training.config import TrainConfig, flag
 from training.presets import DESCRIPTIONS, PRESETS
 from training.schedule import DECAYS, count_steps
 
@@ -26,10 +26,13 @@ GPT2, QUICKSTART = PRESETS["gpt2-124m"], PRESETS["quickstart"]
 
 @pytest.fixture(autouse=True)
 def saved(monkeypatch):
-    """What every checkpoint has for its config, to be changed by a test."""
-    config = replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict()
-    monkeypatch.setattr(command_line, "read_train_state", lambda path: {"config": config})
-    return config
+    """What every checkpoint has for its config, and the defaults of its version, to be changed by a test."""
+    content = {
+        "config": replace(QUICKSTART, seed=7, out_dir="elsewhere").to_dict(),
+        "defaults": TrainConfig().to_dict(),
+    }
+    monkeypatch.setattr(command_line, "read_train_state", lambda path: content)
+    return content
 
 
 def parse_words(words):
@@ -89,8 +92,8 @@ def test_presets_have_the_numbers_of_their_recipes(name):
         "total_steps": count_steps(cfg, 10_300_000_000 // 1024),
         "embed_lr": round(cfg.max_lr * cfg.embed_lr_scale, 9),
         "cooldown_steps": round(cfg.cooldown * cfg.max_steps),
-        "betas": str(optim.OPTIMIZERS["adamw"].arguments["betas"]).replace(" ", ""),
-        "muon_momentum": optim.OPTIMIZERS["muon"].arguments["momentum"],
+        "betas": str(optim.ALGORITHMS["adamw"].arguments["betas"]).replace(" ", ""),
+        "muon_momentum": optim.ALGORITHMS["muon"].arguments["momentum"],
     }
     for pair in RECIPES[name].split():
         field, expected = pair.split("=")
@@ -104,7 +107,7 @@ def test_every_preset_has_a_recipe_and_its_own_name():
     assert set(PRESETS) - {"quickstart"} == set(RECIPES)
     for name, cfg in PRESETS.items():
         assert cfg.preset == name and str(cfg.run_dir) == f"log/{name}"
-        assert TrainConfig.from_dict(cfg.to_dict()) == cfg
+        assert TrainConfig.from_dict(cfg.to_dict(), TrainConfig().to_dict()) == cfg
 
 
 # ------------------------------------------------------------------------- the command line
@@ -205,12 +208,12 @@ def test_a_value_out_of_its_range_is_refused():
     replace(GPT2, **EXTREME)
     for bad, named in ({"max_lr": math.nan}, "--max-lr nan"), ({"optimizer": "new"}, "muon"):
         with refused(named):
-            TrainConfig.from_dict(GPT2.to_dict() | bad)
+            TrainConfig.from_dict(GPT2.to_dict() | bad, GPT2.to_dict())
 
 
 # Where the alternatives of a setting are told apart: a dict from name to function.
 TABLES = {
-    "optimizer": optim.OPTIMIZERS,
+    "optimizer": optim.ALGORITHMS,
     "schedule": DECAYS,
     "tracker": TRACKERS,
     "norm": NORMS,
@@ -230,31 +233,32 @@ def test_every_choice_has_its_entry(config_class):
 # ------------------------------------------------------------------------- resume and ranks
 
 
-def test_the_config_of_an_older_run_keeps_its_meaning(saved):
-    """Settings that this version does not know were off, and newer settings are absent."""
-    off = {"attention_scale": 0.0, "head_bias": False, "softcap": 0.0}
-    saved |= {"beta3": 0.0, "card": "", "model": saved["model"] | off, "micro_batch_size": "auto"}
-    saved |= {"allow_drift": True, "time_limit": "1h", "compile": False, "keep": 7}  # the first three are of one start
-    del saved["zero_stage"]
+def test_the_config_of_another_version_keeps_its_meaning(saved):
+    """Settings that this version does not know had the defaults of theirs, which may be anything; newer settings are
+    absent."""
+    config, defaults = saved["config"], saved["defaults"]
+    for part, off in ((config, {"beta3": 0.9, "card": ""}), (config["model"], {"softcap": 15.0, "head_bias": True})):
+        part |= off
+        (defaults if part is config else defaults["model"]).update(off)
+    config |= {"allow_drift": True, "time_limit": "1h", "compile": False, "keep": 7}  # the first three are of one start
+    del config["zero_stage"]
     assert parse_words("--resume log/q") == replace(QUICKSTART, seed=7, keep=7, out_dir="log", resume="log/q")
 
-    for part in (saved["model"], saved):
-        part["value_tables"] = 3
-        with refused("value_tables"):
+    for part, name in ((config["model"], "softcap"), (config, "beta3"), (config, "new")):
+        with refused(name):
+            before = part.get(name)
+            part[name] = 0.0 if before else 3
             parse_words("--resume log/q")
-        del part["value_tables"]
+        part[name] = before
+
+
+def test_in_a_model_of_before_there_were_defaults_false_is_off():
+    older = {"n_head": 4, "softcap": 0.0, "head_bias": False}
+    assert GPTConfig.from_dict(older) == GPTConfig(n_head=4)
+    with pytest.raises(ValueError, match="softcap"):
+        GPTConfig.from_dict(older | {"softcap": 15.0})
 
 
 def test_rmsnorm_of_an_older_model_is_of_the_embedding_too():
     older = {"n_head": 4, "norm": "rmsnorm"}
     assert GPTConfig.from_dict(older).embedding_norm and not GPTConfig.from_dict({"n_head": 4}).embedding_norm
-
-
-def test_ranks_share_all_settings_but_local_ones():
-    """Another folder, another time limit may be local to a machine."""
-    local = "--data-dir a --out-dir b --hellaswag-data c --resume auto --device cpu --time-limit 1h --gpu-hour-usd 2"
-    shared = settings_by_flag(QUICKSTART)
-    assert settings_by_flag(parse_words(f"quickstart {local} --sample-prompt x --tracker tensorboard")) == shared
-
-    other = settings_by_flag(parse_words("quickstart --val-every 5 --model.n-layer 3 --init-from gpt2"))
-    assert {flag for flag in shared if other[flag] != shared[flag]} == {"--val-every", "--model.n-layer", "--init-from"}

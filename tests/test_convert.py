@@ -1,4 +1,4 @@
-"""Models in other layouts (weights/convert.py), and opening any model (weights/open_model.py).
+"""Models in other layouts (checkpoints/convert.py), and opening any model (checkpoints/open_model.py).
 
 Equal bits, equal logits, and a clear refusal of what no network here computes. That no code in a stranger's file runs
 is in test_hostile.py, and what other runtimes make of an export in test_runtimes.py.
@@ -17,9 +17,9 @@ from networks import NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
 import model as model_module
+from checkpoints import checkpoint, convert
+from checkpoints.open_model import open_model
 from tokens import tokenizer
-from weights import checkpoint, convert
-from weights.open_model import open_model
 
 # transformers' own class runs these; any other network is exported with its code.
 GPT2S = {

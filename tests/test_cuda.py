@@ -19,7 +19,7 @@ from networks import NETWORKS, make_network
 from processes import start
 
 import train_gpt2
-from training.loss import Loss
+from training.head import Loss
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 COMPILED = [word for word in TINY_FLAGS if word != "--no-compile"]

@@ -12,14 +12,15 @@ import torch
 from helpers import refused
 
 from system import distributed, printing
-from system.distributed import checksum
+from system.distributed import check_ranks, checksum
 from system.errors import TransientError
+from system.facts import START, Fact
 
 
 def talk():
     """The script of a rank: every collective once. Rank 1 comes late to the first barrier, and not to the second."""
-    host, settings = os.uname().nodename, {"--seed": "1", "--val-every": "4"}
-    with distributed.session("cpu", settings) as rt:
+    host, facts = os.uname().nodename, {"--seed": Fact("1", START), "--val-every": Fact("4", START)}
+    with distributed.session("cpu", facts) as rt:
         with patch("torch.distributed.all_gather_object", wraps=torch.distributed.all_gather_object) as gather:
             assert rt.gather({"rank": rt.rank}) == [{"rank": 0}, {"rank": 1}]
         assert gather.call_args.kwargs["group"] is rt.slow_group  # which waits for slow disks
@@ -30,10 +31,10 @@ def talk():
 
         # Both say what differs.
         if rt.rank == 1:
-            settings |= {"--val-every": "5", "--new": "6"}
-        named = rf"differ: --val-every is 4 on rank 0 \({host}\), but 5 on rank 1 .*--new is None on .*fix it"
+            facts |= {"--val-every": Fact("5", START), "--new": Fact("6", START)}
+        named = rf"differ: --val-every is 4 on rank 0 \({host}\), but 5 on rank 1 .*--new is none on .*fix it"
         with refused(named):
-            rt.check_equal(settings, "fix it")
+            check_ranks(rt, facts, "fix it")
         with pytest.raises(TransientError):
             distributed.check_tensors_agree(rt, {"weights": [torch.tensor([rt.rank])]}, 5)
 

@@ -55,7 +55,7 @@ def measure_run(name, folder):
     cfg = parse_config(*RUNS[name], "--data-dir", data, "--out-dir", folder / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "NEWTON_SCHULZ_DTYPE", torch.float32)
-        train_gpt2.train(cfg, CPU, StopRequest())
+        train_gpt2.open_and_train(cfg, CPU, StopRequest())
     lines = load_metrics(folder / "run")
     keys = ("train_loss", "val_loss", "grad_norm", "lr")
     return {key: [float(f"{line[key]:.6g}") for line in lines if key in line] for key in keys}

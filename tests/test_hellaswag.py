@@ -11,11 +11,11 @@ from helpers import CPU, make_hellaswag_rows, read_jsonl, refused, run_main, wri
 from networks import NETWORKS, make_network
 
 import hellaswag as script
+from evaluation.evaluations import HellaSwag, open_list
 from evaluation.multiple_choice import (
     describe_score,
     load_examples,
     make_batch,
-    make_scorer,
     normalize,
     plan_batches,
     render,
@@ -24,6 +24,7 @@ from evaluation.multiple_choice import (
 )
 from model import GPTConfig
 from system.distributed import Runtime
+from system.facts import compare
 from tokens import tokenizer
 from training.config import TrainConfig
 
@@ -144,10 +145,23 @@ def test_a_run_takes_the_rows_that_it_can_read(tmp_path, monkeypatch, capsys, na
     monkeypatch.chdir(tmp_path)  # where nothing has been downloaded
     write_jsonl(tmp_path / "rows.jsonl", [ROW | {"endings": ["cat" + " cat" * 24] * 4}])  # 25 tokens
 
-    scorer = make_scorer(TrainConfig(hellaswag_data=name), GPTConfig(**size))
+    T = size.get("block_size", 1024)
+    off = {"val_every": 0, "sample_every": 0}
+    found = open_list(
+        TrainConfig(hellaswag_data=name, model=GPTConfig(**size), **off, sequence_length=T, total_batch_size=T)
+    )
 
     printed = capsys.readouterr().out
-    assert why_not in printed and bool(printed) == bool(why_not) == (scorer is None)
+    assert why_not in printed and bool(printed) == bool(why_not) == (found == [])
+
+
+def test_other_rows_are_another_fact(tmp_path):
+    """Which ranks must share, and a resumed run prints."""
+    facts = []
+    for seed in (0, 1):
+        rows = write_jsonl(tmp_path / f"{seed}.jsonl", make_hellaswag_rows(3, seed))
+        facts.append(HellaSwag(TrainConfig(hellaswag_data=str(rows))).facts())
+    assert len(compare(*facts)) == 1
 
 
 @pytest.mark.parametrize("bad", [
@@ -193,7 +207,8 @@ def test_numbers_that_overflow_are_no_score(run, rows, tmp_path):
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(3e38)  # finite
     write_model(tmp_path, model)
-    found = make_scorer(TrainConfig(hellaswag_data=str(rows)), model.config)(model, CPU)
+    examples = load_examples(rows)
+    found = summarize(score(model, examples, CPU), examples)
     assert math.isnan(found["acc"]) and math.isnan(found["acc_norm"])
     flags = ["--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype float32"]
     assert "not finite" in run(*flags, exit_code=1) and not (tmp_path / "out").exists()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from helpers import TINY_FLAGS, make_shards, read_json, refused, run_main
 
+from checkpoints import checkpoint, convert
+from checkpoints.open_model import open_model
 from model import GPT, GPTConfig
 from system.errors import UserError
 from training.loader import Loader
-from weights import checkpoint, convert
-from weights.open_model import open_model
 
 
 def read_data(path):

@@ -18,10 +18,10 @@ from faults import hub_server
 from faults.hub_server import Fault
 from helpers import load_metrics, load_weights, make_shards, read_table, run_main, same_bits, write_jsonl
 
+from checkpoints.open_model import open_model
 from system.files import lock_folder
 from system.huggingface import open_hub
 from tokens import shards
-from weights.open_model import open_model
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from helpers import write_model, write_tiny_model
 from networks import make_network
 
 import infer
+from checkpoints.open_model import open_model
 from tokens import tokenizer
-from weights.open_model import open_model
 
 EOT = tokenizer.EOT
 

@@ -17,13 +17,13 @@ from networks import make_network
 from torch.torch_version import TorchVersion
 
 import train_gpt2_plain
+from checkpoints import checkpoint
+from lifecycle.build import make_loss
 from system import machine
 from system.distributed import Runtime, choose_precision
 from system.machine import choose_device
 from training.loader import to_device
-from training.loss import make_loss
 from training.presets import PRESETS
-from weights import checkpoint
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -185,7 +185,7 @@ def test_a_run_resumes_in_the_precision_it_began_in(train, monkeypatch, trained_
     monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 4.0)
     for steps, flag, dtype in (13, "auto", "float32"), (14, "bfloat16", "bfloat16"):
         train(trained_run, f"--resume auto --max-steps {steps} --dtype {flag}")
-        assert checkpoint.read_train_state(trained_run)["dtype"] == dtype
+        assert checkpoint.read_train_state(trained_run)["facts"]["the precision"][0] == dtype
 
 
 @pytest.mark.parametrize("capability, first, others", [

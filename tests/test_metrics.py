@@ -10,8 +10,9 @@ from helpers import CPU, limit_file_size, load_metrics, parse_config
 
 from lifecycle import metrics
 from lifecycle.metrics import MetricsLogger
-from lifecycle.start import Run
+from lifecycle.open_run import Run
 from model import GPT, GPTConfig
+from training.schedule import at
 
 SMALL = GPTConfig(block_size=1024, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
 
@@ -21,7 +22,7 @@ def make_logger(folder, start_step=0, tracker="none"):
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd 20")
     cfg = replace(cfg, tracker=tracker)  # not by its flag, which wants the tracker's package
-    return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, None, start_step, 0, 7209))
+    return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, [], {}, start_step, 0, 7209))
 
 
 # ------------------------------------------------------------------------- the console
@@ -35,13 +36,13 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
     row = {"step": 3601, "train_loss": 3.5, "lr": 6e-4, "grad_norm": 0.25}
 
     # The first step compiles: it says nothing about the time to go.
-    logger.log_step(row | {"step": 3600}, seconds=60.0, waited_s=0.0)
+    logger.log_step(at(3600, logger.run.cfg, 7209), row | {"step": 3600}, seconds=60.0, waited_s=0.0)
     assert "eta" not in capsys.readouterr().out
 
     # The second step of a run that has lasted an hour, 1.25 s after the first.
     logger.start_time -= 3600
     logger.first_step_time -= 1.25
-    logger.log_step(row.copy(), seconds=1.0, waited_s=0.25)
+    logger.log_step(at(3601, logger.run.cfg, 7209), row.copy(), seconds=1.0, waited_s=0.25)
     printed = capsys.readouterr().out
     values = "3601/7209 3.500000 6.0000e-04 0.2500 1000.00ms 524,288 41.2% 250ms 1h15m $20.00".split()
     assert [value for value in values if value not in printed] == []
@@ -67,7 +68,7 @@ def log_steps(folder, tracker, start_step, end_step):
     """What a run logs that starts or resumes at a step, and ends before another: samples at step 4."""
     logger = make_logger(folder, start_step, tracker)
     for step in range(start_step, end_step):
-        logger.log_text(step, "once upon a time" if step == 4 else "")
+        logger.log_texts(at(step, logger.run.cfg, 7209), {"samples": "once upon a time"} if step == 4 else {})
         logger.write({"step": step, "train_loss": float(step), "mfu": None})
 
 

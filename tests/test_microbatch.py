@@ -3,18 +3,24 @@
 import os
 from dataclasses import replace
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from helpers import CPU, assert_curves_close, refused
 
+from lifecycle import microbatch
 from system.errors import UserError
-from training import microbatch
 from training.presets import PRESETS
 
 GPU, MAC = (replace(CPU, device=torch.device(name)) for name in ("cuda:0", "mps"))
 UNCOMPILED = Mock(compiles=False)  # a forward pass
+
+
+def choose(cfg, rt, loss=UNCOMPILED):
+    """The micro-batch of a trainer of a new run with these settings, whose optimizers will take a gibibyte."""
+    with patch.object(microbatch, "state_bytes", lambda *args: 2**30):
+        return microbatch.choose_micro_batch_size(Mock(cfg=cfg, rt=rt, loss=loss), 10, has_state=False)
 
 
 class Card:
@@ -26,7 +32,7 @@ class Card:
         self.tried = []  # micro-batches
         self.ballasts = []  # GiB that were allocated beside them
 
-    def run_passes(self, cfg, rt, forward, B):
+    def run_passes(self, trainer, B):
         self.tried.append(B)
         if self.limit < B:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -38,7 +44,7 @@ class Card:
     def choose(self, sequences=512, rt=GPU, loss=UNCOMPILED, **settings):
         """The micro-batch for steps of `sequences`."""
         cfg = replace(PRESETS["gpt2-124m"], total_batch_size=1024 * sequences, **settings)
-        return microbatch.choose_micro_batch_size(cfg, rt, loss, 2**30, 10)
+        return choose(cfg, rt, loss)
 
 
 @pytest.fixture
@@ -94,7 +100,7 @@ def test_auto_takes_what_fits_on_every_rank(card, monkeypatch):
 def test_a_cpu_and_a_mac_take_a_size_that_surely_fits(card, preset, B):
     card.limit = 16
     for rt in CPU, MAC:
-        assert microbatch.choose_micro_batch_size(PRESETS[preset], rt, UNCOMPILED, 0, 10) == B
+        assert choose(PRESETS[preset], rt) == B
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
@@ -111,8 +117,8 @@ def test_only_a_lack_of_memory_is_taken_for_one():
 def test_a_compiler_that_fails_on_a_gpu_is_an_error(monkeypatch, card, is_compilers, error):
     """Of the user, who may go on without; what fails without the compiler, too, is a crash."""
 
-    def run_passes(cfg, rt, loss, B):
-        if loss.compiles or not is_compilers:
+    def run_passes(trainer, B):
+        if trainer.loss.compiles or not is_compilers:
             raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(microbatch, "run_passes", run_passes)

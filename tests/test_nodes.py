@@ -7,7 +7,7 @@ import pytest
 from helpers import ROOT, assert_curves_close, load_curve, same_weights
 from processes import find_free_port, rank_pids, start_torchrun, wait_for
 
-from weights.run_folder import latest_step
+from checkpoints.run_folder import latest_step
 
 pytestmark = pytest.mark.slow
 LAST_STEP = 60

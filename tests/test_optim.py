@@ -7,13 +7,13 @@ import pytest
 import torch
 from helpers import CPU, choices, refused, same_bits
 
+from lifecycle.build import build_trainer
 from model import GPT, GPTConfig
-from training import optim, schedule
-from training.build import build_trainer
+from training import optim
 from training.config import TrainConfig
 from training.optim import Update
 from training.presets import PRESETS
-from training.state import to_state_dict
+from training.schedule import at
 
 SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
 BASE = dataclasses.replace(
@@ -31,8 +31,8 @@ def build(cfg, model=None, saved=None):
 def take_step(trainer, step):
     """One training step, of 10, on random tokens that depend on the step."""
     tokens = torch.randint(0, 64, (1, 2, 17), generator=torch.Generator().manual_seed(step)).to(torch.uint16)
+    trainer.set_step(at(step, trainer.cfg, 10))
     trainer.compute_gradients(tokens)
-    schedule.set_learning_rates(trainer.optimizers, step, 10, trainer.cfg)
     trainer.update()
     trainer.finish_step()
     trainer.state.step += 1
@@ -62,7 +62,7 @@ def test_each_parameter_has_one_update(name, in_block):
 def test_every_optimizer_is_chosen_for_something_and_no_other_is():
     for name in OPTIMIZER_NAMES:
         updates = optim.choose_updates(GPT(SMALL), dataclasses.replace(BASE, optimizer=name)).values()
-        assert name in {update.optimizer for update in updates} <= optim.OPTIMIZERS.keys()
+        assert name in {update.optimizer for update in updates} <= optim.ALGORITHMS.keys()
     cfg = SimpleNamespace(**vars(BASE) | {"optimizer": "unheard-of"})
     with refused("unheard-of"):
         optim.choose_updates(GPT(SMALL), cfg)
@@ -76,12 +76,12 @@ def test_bfloat16_parameters_keep_float32_weights():
     small_steps = {"max_lr": 1e-6, "min_lr": 1e-6, "warmup_steps": 0, "weight_decay": 0.0}
     trainer = build(dataclasses.replace(BASE, param_dtype="bfloat16", **small_steps))
     name, model = "transformer.h.0.attn.c_attn.weight", trainer.model
-    before = trainer.weights[name].clone()
+    before = trainer.state.weights[name].clone()
     for _ in range(3):
         take_step(trainer, 0)  # the gradient stays nearly the same, and so does Adam's update, which is the rate
 
-    state = to_state_dict(model, trainer.weights)
-    assert all(weight.grad is None for weight in trainer.weights.values())  # they would be memory
+    state = trainer.state_dict()
+    assert all(weight.grad is None for weight in trainer.state.weights.values())  # they would be memory
     assert torch.allclose((before - state[name]).abs().median(), torch.tensor(3e-6), rtol=0.1)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
     assert same_bits(model.state_dict(), {name: tensor.bfloat16() for name, tensor in state.items()})

@@ -31,14 +31,15 @@ from helpers import (
 )
 
 import train_gpt2
-from lifecycle import start
+from checkpoints import checkpoint
+from checkpoints.run_folder import complete_steps, latest_step, model_path
+from lifecycle import open_run
+from lifecycle.build import build_trainer
 from model import GPT, Block
 from system import distributed
 from system.distributed import Runtime
+from system.facts import compare
 from training import optim
-from training.build import build_trainer
-from weights import checkpoint
-from weights.run_folder import complete_steps, latest_step, model_path
 
 # ------------------------------------------------------------------------- the same result
 
@@ -70,7 +71,7 @@ def test_every_feature_works_on_two_ranks(train, train_ranks, tiny_config, tmp_p
     assert_curves_close(two, one, 3e-2)
     one_row, two_row = (load_metrics(run)[2] for run in (one, two))
     assert one_row["hellaswag_acc"] == two_row["hellaswag_acc"]
-    assert output.count(", sample 3 of ") == 1
+    assert output.count("sample 3 of ") == 1
 
 
 def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
@@ -79,7 +80,7 @@ def test_eval_only_prints_what_the_run_printed(one_run, tmp_path, run_ranks):
     flags = "--eval-only --micro-batch-size 3 --out-dir"
     output = run_ranks(2, "train_gpt2.py", "--resume", one_run, flags, tmp_path / "other")
 
-    assert f"tokens of {one_run.parent}" in output
+    assert f"{one_run} on {one_run.parent}" in output
     printed = float(re.search(r"val loss: ([\d.]+)", output)[1])
     assert printed == pytest.approx(load_curve(one_run)[12][1], abs=6e-5), output  # half a digit, and rounding
     assert sorted(tmp_path.rglob("*")) == before
@@ -92,7 +93,7 @@ def signal_rank_1_in(module, name):
     """A `prepare` for ranks of which the second gets a SIGTERM when it first calls this function. They write slowly,
     and print, when their training ends, which checkpoint there is."""
     function, calls = getattr(sys.modules[module], name), itertools.count()
-    train = train_gpt2.train
+    open_and_train = train_gpt2.open_and_train
 
     def signalled(*args):
         if os.environ["RANK"] == "1" and next(calls) == 0:
@@ -100,13 +101,13 @@ def signal_rank_1_in(module, name):
         return function(*args)
 
     def train_and_print(cfg, *args):
-        ending = train(cfg, *args)
+        ending = open_and_train(cfg, *args)
         print("newest checkpoint:", latest_step(cfg.run_dir))
         return ending
 
     setattr(sys.modules[module], name, signalled)
     checkpoint.write = write_slowly(0.2)
-    train_gpt2.train = train_and_print
+    train_gpt2.open_and_train = train_and_print
 
 
 def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(train_ranks, tmp_path):
@@ -117,7 +118,7 @@ def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(train_ranks, tmp_path)
     whole, run = tmp_path / "whole", tmp_path / "run"
     train_ranks(2, whole, flags)
 
-    for step, place in (1, ["lifecycle.start", "open_data"]), (2, ["training.step", "to_device"]):
+    for step, place in (1, ["lifecycle.open_run", "open_data"]), (2, ["training.step", "to_device"]):
         output = train_ranks(2, run, flags, prepare=partial(signal_rank_1_in, *place))
         assert "another rank" in output
         # No rank ends before the last checkpoint, because torchrun ends all of them soon after the first.
@@ -137,11 +138,11 @@ def check_shares():
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         trainer.update()
-        own = [moments for name in ("adamw", "muon") for moments in trainer.state.parts[name].local.state.values()]
+        own = [moments for name in ("adamw", "muon") for moments in trainer.state.components[name].local.state.values()]
         shares = rt.gather(sum(t.nbytes for moments in own for t in moments.values() if t.dim()))
         # Whole parameters are dealt out, so a rank has more than half where one is itself a large part.
         assert sum(shares) == optim.state_bytes(model, cfg)
-        assert max(shares) <= 1.1 * optim.state_bytes(model, cfg, shards=2) < 0.75 * sum(shares)
+        assert max(shares) <= 1.1 * optim.state_bytes(model, cfg, num_shards=2) < 0.75 * sum(shares)
 
 
 def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
@@ -152,38 +153,37 @@ def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
 
 
 def test_what_ranks_must_share_is_compared(tiny_config, tiny_data, trained_run, tmp_path, monkeypatch):
-    """Two machines may have another checkpoint, network, shards or HellaSwag rows. Other cards round
-    otherwise."""
-    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
+    """Two machines may have another checkpoint, network or shards. Other cards round otherwise."""
     other = shutil.copytree(tiny_data, tmp_path / "other")
     (other / "tiny_train_000001.npy").unlink()
-    check_equal = Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(Runtime, "check_equal", check_equal)
+    check_ranks = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(open_run, "check_ranks", check_ranks)
 
     def describe(*words, step=3):
-        cfg = tiny_config("--hellaswag-every 4 --out-dir new", *words)
+        cfg = tiny_config("--out-dir new", *words)
         with pytest.raises(InterruptedError):
-            start.open_run(replace(cfg, resume=model_path(trained_run, step)), CPU)
-        return set(check_equal.call_args.args[0].items())
+            open_run.open_run(replace(cfg, resume=str(model_path(trained_run, step))), CPU)
+        return check_ranks.call_args.args[1]
 
     facts = describe()
-    assert facts == describe("--data-dir", shutil.copytree(tiny_data, tmp_path / "copy"))
-    for found, name in (
-        (describe(step=6), "the step to resume from"),
-        (describe("--model.n-head 4"), "the network"),
-        (describe("--data-dir", other), "the data"),
-        (describe("--hellaswag-data", rows), "the HellaSwag file"),
-        (describe("--zero-stage 1"), "the card"),
+    assert describe() == facts
+    data = ["--data-dir", "the checksum of the training data", "the checksum of the validation data"]
+    for found, names in (
+        (describe(step=6), ["--resume", "the step to start from"]),
+        (describe("--model.n-head 4"), ["--model.n-head"]),
+        (describe("--data-dir", other), data),
+        (describe("--data-dir", shutil.copytree(tiny_data, tmp_path / "copy")), data[:1]),
+        (describe("--zero-stage 1"), ["--zero-stage", "the card"]),
     ):
-        assert [fact for fact, _ in facts - found] == [name]
+        assert sorted(compare(facts, found)) == names
 
 
 def test_rank_0_says_whether_the_last_step_is_evaluated(one_run, monkeypatch):
     """A rank on another machine, without its metrics, that evaluated the saved step again would wait for the others."""
-    run = start.open_run(parse_config("--resume", one_run), CPU)[0]
-    assert start.is_complete(run)
+    run, _ = open_run.open_run(parse_config("--resume", one_run), CPU)
+    assert run.is_complete()
     monkeypatch.setattr(Runtime, "gather", lambda rt, value: [False, value])
-    assert not start.is_complete(run)
+    assert not run.is_complete()
 
 
 def change_the_seed_of_rank_1():
@@ -256,3 +256,32 @@ def test_a_fork_with_frozen_parameters_dropout_and_buffers_resumes_to_the_same_b
     train_ranks(2, "run", "--max-steps 6 --resume auto", prepare=change_the_network)
     assert same_bits(checkpoint.read_file(last)["model"], expected)
     assert expected["transformer.h.1.running_mean"].any()
+
+
+class CountingAdamW(torch.optim.AdamW):
+    """An optimizer that counts its steps in its groups, as schedule-free optimizers do, and whose rate depends on the
+    count."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] /= group["k"]
+        super().step()
+
+
+def count_steps_in_groups():
+    """A `prepare` for ranks of a fork with CountingAdamW."""
+    optim.ALGORITHMS["adamw"] = optim.ALGORITHMS["adamw"]._replace(optimizer_class=CountingAdamW)
+
+
+@pytest.mark.parametrize("zero", ["--zero-stage 0", "--zero-stage 1"])
+def test_what_an_optimizer_counts_in_its_groups_is_resumed(train_ranks, tmp_path, zero):
+    flags = f"--max-steps 6 {zero}"
+    train_ranks(2, "run", flags, prepare=count_steps_in_groups)
+    expected = load_curve(tmp_path / "run")
+    delete_checkpoints_after(tmp_path / "run", 3)
+    train_ranks(2, "run", flags, "--resume auto", prepare=count_steps_in_groups)
+    assert load_curve(tmp_path / "run") == expected
+    moments = checkpoint.read_train_state(tmp_path / "run")["components"]["adamw"]
+    assert {entry["group"]["k"] for entry in moments.values()} == {6}

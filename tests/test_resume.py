@@ -21,15 +21,18 @@ from helpers import (
 )
 
 import train_gpt2
-from lifecycle import evaluator, start
+from checkpoints import checkpoint
+from checkpoints.open_model import open_model
+from checkpoints.run_folder import latest_step, model_path
+from evaluation import evaluations
+from lifecycle import open_run
 from lifecycle.stop import StopRequest
 from model import GPT, GPTConfig
+from system import machine
 from system.files import lock_folder
-from training import step, validation
+from training import step
 from training.loader import Loader
-from weights import checkpoint
-from weights.open_model import open_model
-from weights.run_folder import latest_step, model_path
+from training.step import Trainer
 
 # ------------------------------------------------------------------------- stopped and resumed
 
@@ -37,12 +40,12 @@ from weights.run_folder import latest_step, model_path
 # that it then saves. Each resumes from the one before. Of the 12 steps of the run, 0, 4, 8 and 12 are validated, in 8
 # batches.
 INTERRUPTIONS = [
-    (validation, "to_device", 3, 1),  # in an evaluation: the step that follows is done
-    (start, "open_data", 1, 2),
-    (evaluator.Evaluator, "sample_text", 1, 3),
+    (evaluations, "to_device", 3, 1),  # in an evaluation: the step that follows is done
+    (open_run, "open_data", 1, 2),
+    (Trainer, "set_step", 2, 3),  # before the evaluations; the first call is in building the trainer
     (step, "to_device", 1, 4),  # in a step before its gradients
-    (train_gpt2, "set_learning_rates", 2, 7),  # after the gradients: the next step looks
-    (validation, "to_device", 10, 12),  # in the evaluation of the last step: nothing else is left
+    (Trainer, "update", 2, 7),  # after the gradients: the next step looks
+    (evaluations, "to_device", 10, 12),  # in the evaluation of the last step: nothing else is left
 ]
 
 
@@ -80,7 +83,7 @@ def test_a_resumed_step_is_evaluated_again(train, tmp_path, one_run, monkeypatch
     monkeypatch.setattr(checkpoint, "write", write_slowly(0.05))
     validate = Mock(side_effect=[{"val_loss": 5.5}, {"val_loss": 5.5}, KeyboardInterrupt])  # of steps 0, 4 and 8
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(evaluator, "validate", validate)
+        patch.setattr(evaluations, "validate", validate)
         train(run, "--save-every 4")
     assert latest_step(run) == 8 and list(load_curve(run)) == list(range(8))
 
@@ -183,17 +186,17 @@ def test_another_batch_goes_on_after_what_was_read(train, trained_run):
     flags = "--total-batch-size 512 --allow-drift"
     with patch.object(Loader, "step_sequences", autospec=True, side_effect=Loader.step_sequences) as read:
         run = train("b", flags, "--resume", trained_run / "model_00006.pt")
-        assert [call.args[1:3] for call in read.call_args_list[:2]] == [(48, 64), (64, 80)]
+        assert [call.args[1:3] for call in read.call_args_list[:2]] == [(48, 16), (64, 16)]
         assert checkpoint.read_train_state(run)["sequences"] == 6 * 8 + 6 * 16
 
         read.reset_mock()
         train(run, flags, "--max-steps 14 --resume auto")
-    assert read.call_args_list[0].args[1:3] == (144, 160)
+    assert read.call_args_list[0].args[1:3] == (144, 16)
 
 
 def test_other_data_are_refused(tiny_data, refuses):
     (tiny_data / "tiny_train_000003.npy").unlink()
-    refuses("--resume auto --max-steps 14", names=f"data: .*{tiny_data}")
+    refuses("--resume auto --max-steps 14", names="training data: ")
 
 
 def test_weights_of_another_run_are_refused(trained_run, refuses):
@@ -203,11 +206,11 @@ def test_weights_of_another_run_are_refused(trained_run, refuses):
 
 def test_what_changes_is_accepted_and_printed(train, trained_run, monkeypatch, capsys):
     """A setting that shapes the result, with --allow-drift, one that shapes nothing, and the software."""
-    monkeypatch.setattr(start.machine, "versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(machine, "versions", lambda: {"torch": "9.9"})
     flags = "--max-steps 13 --val-every 5 --seed 1 --allow-drift --resume"
     train("fork", flags, trained_run / "model_00012.pt")
     output = capsys.readouterr().out
-    assert "seed: 1337 -> 1" in output and "--val-every 4 -> 5" in output and "-> 9.9" in output
+    assert "seed: 1337 -> 1" in output and "--val-every: 4 -> 5" in output and "-> 9.9" in output
 
 
 # ------------------------------------------------------------------------- from other weights
@@ -246,7 +249,7 @@ def test_without_flags_weights_bring_their_network(tiny_data, tmp_path):
         [*begin, "--max-steps 4 --resume auto"],
         ["--max-steps 5 --resume", run / "model_00004.pt"],
     ):
-        train_gpt2.train(parse_config(*words, more, run), CPU, StopRequest())
+        train_gpt2.open_and_train(parse_config(*words, more, run), CPU, StopRequest())
 
     assert open_model(run).config == network and list(load_curve(run)) == list(range(6))
     assert checkpoint.read_train_state(run)["config"]["init_from"] == str(tmp_path)

@@ -14,9 +14,9 @@ import torch
 from helpers import CPU, ROOT, make_hellaswag_rows, read_jsonl, write_jsonl
 from networks import NETWORKS, make_network
 
+from checkpoints import convert
 from evaluation import multiple_choice
 from tokens import tokenizer
-from weights import convert
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from helpers import CPU, choices, refused, same_bits
 from test_optim import BASE, OPTIMIZER_NAMES, SMALL, build, take_step
 
 from model import GPT
+from training import optim
 from training.config import TrainConfig
-from training.state import copy_weights, gather, to_state_dict
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     a = build(cfg)
     for step in range(first_step):
         take_step(a, step)
-    weights, saved = copy.deepcopy(to_state_dict(a.model, a.weights)), a.state.copy()
+    weights, saved = copy.deepcopy(a.state_dict()), a.state.copy()
     for step in (1, 2):
         take_step(a, step)
 
@@ -39,20 +39,20 @@ def test_a_copied_state_continues_bit_for_bit(optimizer, dtype, first_step):
     for step in (1, 2):
         take_step(b, step)
 
-    assert same_bits(a.model.state_dict(), b.model.state_dict()) and same_bits(a.weights, b.weights)
+    assert same_bits(a.model.state_dict(), b.model.state_dict()) and same_bits(a.state.weights, b.state.weights)
 
 
 def test_the_state_of_an_optimizer_is_by_name_and_has_its_own_types(trainer):
     """Two parameters of one shape that change their order keep their moments, whose type no loading changes."""
     saved = trainer.state.copy()
-    moments = saved["parts"]["adamw"]
-    assert moments.keys() == trainer.weights.keys()
+    moments = saved["components"]["adamw"]
+    assert moments.keys() == trainer.state.weights.keys()
     for name in moments:
         moments[name]["exp_avg"] = moments[name]["exp_avg"].bfloat16()
-    saved["parts"]["adamw"] = dict(reversed(moments.items()))
+    saved["components"]["adamw"] = dict(reversed(moments.items()))
 
     other = build(BASE, saved=saved)
-    loaded = other.state.copy()["parts"]["adamw"]
+    loaded = other.state.copy()["components"]["adamw"]
     assert all(same_bits(loaded[name], moments[name]) for name in moments)
     assert loaded["transformer.wte.weight"]["exp_avg"].dtype == torch.bfloat16
 
@@ -60,51 +60,66 @@ def test_the_state_of_an_optimizer_is_by_name_and_has_its_own_types(trainer):
 def test_the_state_of_an_optimizer_may_be_numbers_lists_and_tensors_of_any_shape(trainer):
     """As SOAP's and Shampoo's; sharded, too."""
     name, eye = "transformer.wpe.weight", torch.eye(3, dtype=torch.bfloat16)
-    trainer.optimizers["adamw"].state[trainer.weights[name]] |= {"bases": [eye, None], "count": 7}
+    trainer.optimizers[0].state[trainer.state.weights[name]] |= {"bases": [eye, None], "count": 7}
     saved = trainer.state.copy()
 
-    loaded = build(BASE, saved=saved).state.copy()["parts"]["adamw"]
-    for found in (loaded, gather(saved["parts"]["adamw"], CPU)):
+    loaded = build(BASE, saved=saved).state.copy()["components"]["adamw"]
+    for found in (loaded, optim.gather(saved["components"]["adamw"], CPU)):
         basis, nothing = found[name]["bases"]
         assert (found[name]["count"], nothing, basis.dtype) == (7, None, eye.dtype) and torch.equal(basis, eye)
-        assert torch.equal(found[name]["exp_avg"], saved["parts"]["adamw"][name]["exp_avg"])
+        assert torch.equal(found[name]["exp_avg"], saved["components"]["adamw"][name]["exp_avg"])
 
 
-def test_a_part_that_is_missing_or_unknown_is_refused():
+def test_a_component_that_is_missing_or_unknown_is_refused():
     trainer, other = build(BASE), build(BASE)
-    trainer.state.parts["average"] = torch.nn.Linear(1, 1)  # a part that an experiment adds
+    trainer.state.components["average"] = torch.nn.Linear(1, 1)  # an experiment adds it
     for a, b in (trainer, other), (other, trainer):
         with refused("average"):
             a.state.load(b.state.copy())
-    assert "average" in trainer.state.compared()
+    assert "average" in trainer.state.tensors_to_compare()
     assert trainer.state.num_bytes() == other.state.num_bytes() + 8
 
 
 def test_state_of_other_parameters_is_refused(trainer):
     saved = trainer.state.copy()
-    moments = saved["parts"]["adamw"]
+    moments = saved["components"]["adamw"]
     name = "transformer.h.0.mlp.c_fc.weight"
     for wrong in (
         moments | {"other": moments[name]},
         {other: moments[other] for other in moments if other != name},
     ):
         with refused(f"adamw.*({name}|other)"):
-            trainer.state.load(saved | {"parts": saved["parts"] | {"adamw": wrong}})
+            trainer.state.load(saved | {"components": saved["components"] | {"adamw": wrong}})
 
 
 def test_a_loaded_state_keeps_this_runs_settings(trainer):
     other = build(replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
-    assert {group["weight_decay"] for group in other.optimizers["adamw"].param_groups} == {0.3, 0.0}
+    assert {group["weight_decay"] for group in other.optimizers[0].param_groups} == {0.3, 0.0}
 
 
-@pytest.mark.parametrize("dtype", choices(TrainConfig, "param_dtype"))
-def test_other_weights_can_be_looked_at(dtype):
-    trainer = build(replace(BASE, param_dtype=dtype))
-    before = copy.deepcopy(trainer.model.state_dict())
-    halves = {name: weight.detach() / 2 for name, weight in trainer.weights.items()}
-    with pytest.raises(KeyboardInterrupt), trainer.using(halves):
-        used = copy.deepcopy(trainer.model.state_dict())
-        raise KeyboardInterrupt
-    assert same_bits(trainer.model.state_dict(), before)
-    copy_weights(trainer.model, halves)
-    assert same_bits(trainer.model.state_dict(), used) and not same_bits(used, before)
+class Counting(torch.optim.SGD):
+    """An optimizer that changes its groups, as schedule-free optimizers and Prodigy do."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["estimate"] = torch.tensor(0.5 * group["k"])
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.setitem(optim.ALGORITHMS, "adamw", optim.Algorithm(Counting, {}, 0))
+
+
+def test_what_an_optimizer_changes_in_its_groups_is_saved_and_settings_are_not(counting):
+    trainer = build(BASE)
+    for step in range(3):
+        take_step(trainer, step)
+
+    other = build(replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
+
+    groups = other.optimizers[0].param_groups
+    assert [(group["k"], group["estimate"].item()) for group in groups] == [(3, 1.5)] * 2
+    assert {group["weight_decay"] for group in groups} == {0.3, 0.0}
+    assert other.state.copy()["components"]["adamw"]["transformer.wte.weight"][optim.GROUP]["k"] == 3

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,27 +16,29 @@ from helpers import (
     same_weights,
 )
 
+from checkpoints import checkpoint
+from checkpoints.run_folder import complete_steps, optim_path
+from lifecycle.build import build_trainer
 from model import GPT
 from system.errors import TransientError
-from training.build import build_trainer
 from training.step import Trainer
-from weights import checkpoint
-from weights.run_folder import complete_steps, optim_path
 
 
 def test_gradients_are_reduced_once_a_step(tiny_config):
     """DDP reduces in the backward pass of the last of three micro-batches only. Their losses are averaged."""
-    reduced = []
+    cfg, losses, reduced = tiny_config(), [], []
+    trainer = build_trainer(GPT(cfg.model), cfg, CPU, 12)
 
     def forward(x, y):
         reduced.append(forward.require_backward_grad_sync)  # which DDP's module reads
-        loss = torch.ones((), requires_grad=True) * len(reduced)
-        return loss, loss.detach()
+        objective, loss = trainer.loss(x, y)
+        losses.append(loss.item())
+        return objective, loss
 
-    cfg = tiny_config()
-    trainer = replace(build_trainer(GPT(cfg.model), cfg, CPU, 12), ddp_loss=forward)
-    loss, _ = trainer.compute_gradients(torch.zeros(3, 2, 33, dtype=torch.uint16))  # (micro_steps, B, T + 1)
-    assert reduced == [False, False, True] and loss == pytest.approx(2)
+    trainer.ddp_loss = forward
+    batch = torch.randint(256, (3, 2, 33)).to(torch.uint16)  # (micro_steps, B, T + 1)
+    loss, _ = trainer.compute_gradients(batch)
+    assert reduced == [False, False, True] and loss == pytest.approx(sum(losses) / 3)
 
 
 # ------------------------------------------------------------------------- a loss or gradient that is not finite
@@ -78,7 +79,7 @@ def test_a_refused_update_loses_no_step_and_no_checkpoint(train, tmp_path, one_r
     """All before it is saved, though no save is due; every earlier checkpoint stays, because the weights may be the
     cause; and the run, which train.sh restarts after a TransientError, ends with the same bits."""
     flags, run = "--keep 1 --val-every 0", tmp_path / "run"
-    poison(monkeypatch, at=lambda micro_step: micro_step == 16)  # two at the start, and two a step
+    poison(monkeypatch, at=lambda micro_step: micro_step == 14)  # two a step
     with pytest.raises(TransientError, match="step 7: loss nan"):
         train(run, flags)
     assert complete_steps(run)[-2:] == [6, 7]
@@ -110,12 +111,15 @@ def train_in_float16(train, monkeypatch):
 
 
 def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True):
-    """Multiply the gradient of the parameter `name` of every model by a factor, in these of its backward passes."""
+    """Multiply the gradient of the parameter `name` of every model by a factor, after these of its backward passes."""
     to, backwards = GPT.to, itertools.count()
 
+    def multiply(p):
+        if at(next(backwards)):
+            p.grad *= factor
+
     def to_with_hook(model, *args):
-        p = model.get_parameter(name)
-        p.register_hook(lambda gradient: gradient * factor if at(next(backwards)) else gradient)
+        model.get_parameter(name).register_post_accumulate_grad_hook(multiply)
         return to(model, *args)
 
     monkeypatch.setattr(GPT, "to", to_with_hook)
@@ -125,19 +129,19 @@ def multiply_gradient(monkeypatch, name, factor, at=lambda backward: True):
 @pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight"])
 def test_an_overflow_skips_the_step_of_both_optimizers(train_in_float16, monkeypatch, name):
     """Though the gradients of one of them are finite. The scale halves; resumed before that, the bits are the same."""
-    # Two at the start, and two a step.
-    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 6)
+    # Two a step.
+    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)
     run = train_in_float16()
     curve, weights = load_curve(run), load_weights(run)
     assert [step for step, (loss, _, norm) in curve.items() if loss is not None and norm is None] == [2]
     assert same_bits(load_weights(run, 2), load_weights(run, 3))
     states = [checkpoint.read_train_state(optim_path(run, step)) for step in (2, 3, 7)]
-    assert [state["parts"]["loss_scale"]["scale"] for state in states] == [8, 4, 8]
+    assert [state["components"]["loss_scale"]["scale"] for state in states] == [8, 4, 8]
     assert curve[11][0] < curve[0][0] - 0.05
 
     delete_checkpoints_after(run, 1)
     monkeypatch.undo()
-    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 4)
+    multiply_gradient(monkeypatch, name, math.inf, at=lambda backward: backward == 2)
     train_in_float16("--resume auto")
     assert load_curve(run) == curve and same_bits(load_weights(run), weights)
 

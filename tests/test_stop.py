@@ -11,9 +11,9 @@ import pytest
 from helpers import ROOT, load_metrics
 from processes import rank_pids, start_torchrun, wait_for
 
+from checkpoints.run_folder import latest_step
 from lifecycle import stop
 from lifecycle.stop import StopRequest
-from weights.run_folder import latest_step
 
 
 def test_a_time_limit_counts_from_the_first_start(monkeypatch):

@@ -12,9 +12,9 @@ ALLOWED = {
     "system": "system",
     "tokens": "system model tokens",
     "training": "system model tokens training",
-    "weights": "system model tokens training weights",
-    "evaluation": "system model tokens training weights evaluation",
-    "lifecycle": "system model tokens training weights evaluation lifecycle",
+    "checkpoints": "system model tokens checkpoints",
+    "evaluation": "system model tokens training evaluation",
+    "lifecycle": "system model tokens training checkpoints evaluation lifecycle",
 }
 
 # What whoever reads training/ need not read.

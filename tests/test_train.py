@@ -17,11 +17,11 @@ from helpers import (
 )
 
 import train_gpt2
+from checkpoints import checkpoint
+from checkpoints.run_folder import model_path
+from lifecycle.build import build_trainer
 from lifecycle.stop import StopRequest
-from training.build import build_trainer
 from training.config import Recipe, TrainConfig
-from weights import checkpoint
-from weights.run_folder import model_path
 
 # A value off its default for every setting of the recipe, but for the network, the weights that it begins from and the
 # length of the run.
@@ -47,7 +47,7 @@ def test_the_end_names_the_best_weights_that_are_there(train, monkeypatch, capsy
 
 
 def train_three_steps(cfg, folder) -> dict[str, torch.Tensor]:
-    train_gpt2.train(replace(cfg, out_dir=str(folder)), CPU, StopRequest())
+    train_gpt2.open_and_train(replace(cfg, out_dir=str(folder)), CPU, StopRequest())
     return load_weights(folder, 3)
 
 

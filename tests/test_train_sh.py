@@ -17,7 +17,7 @@ from helpers import ROOT, TINY_FLAGS, make_shards, read_table, write_script
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
-from weights.run_folder import latest_step
+from checkpoints.run_folder import latest_step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

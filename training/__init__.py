@@ -1,1 +1,1 @@
-"""What a step is, and nothing else: settings, what depends on the step, data, loss, optimizers, state, validation."""
+"""What a step is, and nothing else: settings, what depends on the step, data, loss, optimizers, gradients, update."""

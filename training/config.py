@@ -1,18 +1,16 @@
-"""The settings of a run: a frozen dataclass owns every default, and the command line is made from it.
+"""The settings of a run: a frozen dataclass, from which the command line is made.
 
     cfg = TrainConfig(max_steps=100, model=GPTConfig(n_layer=4))
-    cfg = replace(cfg, max_lr=1e-3)     # the rules of __post_init__ are checked again
+    cfg = replace(cfg, max_lr=1e-3)     # __post_init__ checks its rules again
 
-Every module of a run takes its settings from it; training/presets.py has the presets. There are two classes:
+training/presets.py has the presets. There are two classes of settings:
 
-    Recipe                what the weights depend on: a resumed run must have the same values
-        like_a_seed       another value changes the result as little as another seed: public runs still compare
-    TrainConfig(Recipe)   how a run goes: a resumed run may have another value, but all ranks must have the same
-        per_rank          ranks may have different values: paths, what rank 0 alone uses, time-limit
-        per_start         holds for one start: a resumed run does not inherit it
+    Recipe                settings that a resumed run must not change, because they change the weights
+    TrainConfig(Recipe)   settings that it may change, except the data, --init-from and a smaller --max-steps
+        per_start=True    a setting for one start of the program: a resumed run does not inherit it
 
-Code that says `cfg: Recipe` depends on nothing else. A new field is a new flag (system/settings.py).
-"""
+All ranks of a run get the same command, so all settings must be equal on all ranks. A function that takes `cfg: Recipe`
+reads no other settings. A new field is a new flag (system/settings.py)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import Any, Literal
 
 from model import GPTConfig, known_settings
 from system.errors import explain_errors, require
+from system.facts import NOTED, RESULT, START, Fact, Facts
 from system.printing import parse_duration
 from system.settings import check_settings, flag, setting, whole_number
 
@@ -35,20 +34,18 @@ def number_or_auto(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the weights of a run depend on."""
+    """Settings that change the weights of a run."""
 
     seed: int = setting(
         1337,
         "of random weights and of the order of the data",
         heading="Random weights and the order of the data",
         high=2**63 - 1,
-        like_a_seed=True,
     )
-    # On resume, the fingerprint of the shards is compared.
+    # data_dir is not in Recipe: on resume, the fingerprint of the shards is compared instead.
     shuffle: bool = setting(
         True,
         "shuffle the shards, and the sequences within a shard or a group of small shards; off: read in order",
-        like_a_seed=True,
     )
     overfit_single_batch: bool = setting(False, "train on the first batch only: its loss must collapse")
 
@@ -58,7 +55,7 @@ class Recipe:
     sequence_length: int = setting(1024, "tokens per sequence (T)", low=1)
 
     max_lr: float = setting(6e-4, "peak learning rate", heading="The learning rate")
-    min_lr: float = setting(6e-5, "learning rate at the end; rates other than max-lr fall by the same factor")
+    min_lr: float = setting(6e-5, "learning rate at the end; the other rates fall by the same factor")
     warmup_steps: float = setting(
         715, "steps over which the rate rises linearly to its peak; below 1: a share of all steps"
     )
@@ -68,18 +65,17 @@ class Recipe:
     cooldown: float = setting(0.2, "fraction of max-steps over which a trapezoid decays", high=1)
 
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "with muon, AdamW updates all but the blocks' matrices", heading="The optimizer"
+        "adamw", "muon: Muon updates the blocks' matrices, and AdamW the rest", heading="The optimizer"
     )
     weight_decay: float = setting(0.1, "of the matrices and embeddings that AdamW updates")
     grad_clip: float = setting(1.0, "largest global gradient norm; 0: no clipping")
     muon_lr: float = setting(0.02, "peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest")
     embed_lr_scale: float = setting(
-        1.0, "multiplies max-lr for the embeddings, of which a tied head is one; untied ones need more", has_flag=False
+        1.0, "multiplies max-lr for the embeddings, including a tied head; an untied embedding needs more"
     )
     param_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "of the parameters and gradients; with bfloat16 the optimizer and checkpoints keep float32 weights",
-        like_a_seed=True,
     )
 
     model: GPTConfig = dataclasses.field(default=GPT2_124M, metadata={"help": "The network itself"})
@@ -89,29 +85,31 @@ class Recipe:
 class TrainConfig(Recipe):
     """Every setting of a run. A period (--*-every) of 0 disables that action; the end is always saved."""
 
-    preset: str = setting("gpt2-124m", "the one that this config started from", has_flag=False)
+    preset: str = setting("gpt2-124m", "the preset that this config is based on", has_flag=False)
     init_from: str = setting(
         "scratch",
         "scratch, gpt2 (-medium, -large, -xl), a run, .pt or HF folder",
         heading="Start and length of the run",
     )
-    epochs: int = setting(1, "passes over the data; replaces the preset's max-steps, but none that you type", low=1)
+    epochs: int = setting(
+        1, "passes over the data; replaces the preset's max-steps, but a --max-steps on the command line wins", low=1
+    )
     max_steps: int = setting(0, "total optimizer steps; 0: as many as --epochs takes")
 
-    data_dir: str = setting("data/fineweb-edu", "folder of token shards", heading="Folders", per_rank=True)
-    out_dir: str = setting("", "run folder; default log/PRESET", per_rank=True)
+    data_dir: str = setting("data/fineweb-edu", "folder of token shards", heading="Folders")
+    out_dir: str = setting("", "run folder; default log/PRESET", per_start=True)
 
     val_every: int = setting(
         250,
         "steps between measurements of the validation loss",
-        heading="Evaluation and saving; a period of 0 turns that thing off",
+        heading="Evaluation and saving; a period of 0 turns that thing off, but the end is always saved",
     )
     val_tokens: int = setting(10_485_760, "tokens to validate on, from the start of the val split")
     hellaswag_every: int = setting(250, "steps between HellaSwag scores")
-    hellaswag_data: str = setting(HELLASWAG_DATA, "HellaSwag rows, a .jsonl file", per_rank=True)
+    hellaswag_data: str = setting(HELLASWAG_DATA, "HellaSwag rows, a .jsonl file")
     sample_every: int = setting(250, "steps between samples")
     sample_prompt: str = setting(
-        "Hello, I'm a language model,", "text to continue; @val: the first words of the val split", per_rank=True
+        "Hello, I'm a language model,", "text to continue; @val: the first words of the val split"
     )
     save_every: int = setting(250, "steps between checkpoints; 0: only at the end")
     keep: int = setting(2, "newest checkpoints to keep, besides the best by val loss; 0: all")
@@ -121,10 +119,9 @@ class TrainConfig(Recipe):
         "auto, cuda, cuda:1, mps or cpu",
         heading="Hardware: none of this changes the result beyond rounding",
         per_start=True,
-        per_rank=True,
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", "precision of the matrix products; auto: the fastest that all ranks have"
+        "auto", "precision of the matrix products; auto: the checkpoint's, or else the fastest that all ranks have"
     )
     micro_batch_size: int | Literal["auto"] = setting(
         "auto", "sequences per forward pass of a rank; auto finds what fits in memory", low=1, parse=number_or_auto
@@ -138,19 +135,16 @@ class TrainConfig(Recipe):
         "none, auto (the newest checkpoint of --out-dir), or a run or its model_*.pt",
         heading="This start",
         per_start=True,
-        per_rank=True,
     )
     allow_drift: bool = setting(False, "resume even if settings that shape the result have changed", per_start=True)
     stop_off_track: bool = setting(
-        False, "save and stop after two val losses in a row that no public run had", per_start=True
+        False, "save and stop after two val losses in a row outside the range of the public runs", per_start=True
     )
-    time_limit: str = setting(
-        "", "save and stop after this long, e.g. 3h50m; default: no limit", per_start=True, per_rank=True
-    )
+    time_limit: str = setting("", "save and stop after this long, e.g. 3h50m; default: no limit", per_start=True)
     tracker: Literal["none", "tensorboard", "wandb"] = setting(
-        "none", "where else the curves go; wandb needs: pip install wandb", per_rank=True
+        "none", "where else the curves go; wandb needs: pip install wandb"
     )
-    gpu_hour_usd: float = setting(0.0, "price of one GPU-hour, for the cost estimates", per_start=True, per_rank=True)
+    gpu_hour_usd: float = setting(0.0, "price of one GPU-hour, for the cost estimates", per_start=True)
 
     def __post_init__(self):
         """Raises UserError for the first setting that breaks a rule."""
@@ -179,46 +173,24 @@ class TrainConfig(Recipe):
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_dict(saved: dict[str, Any]) -> "TrainConfig":
-        """The config stored in a checkpoint; new settings get defaults. Raises UserError for what is not valid here,
-        and for a setting that this version does not know, unless it is off."""
+    def from_dict(saved: dict[str, Any], defaults: dict[str, Any]) -> "TrainConfig":
+        """The config stored in a checkpoint, which also stores the defaults of the version that saved it. New settings
+        get their defaults. Raises UserError for values that are not valid, and for a setting that this version does not
+        know, unless the setting is off."""
         problem = "the config saved in the checkpoint is not valid here"
         fix = "use the version that saved it, or start a new run with --init-from"
-        with explain_errors(problem, fix, ValueError, KeyError, TypeError):  # of whatever was saved
-            network = GPTConfig.from_dict(saved["model"])
-            return TrainConfig(**known_settings(TrainConfig, saved | {"model": network}))
+        with explain_errors(problem, fix, ValueError, KeyError, TypeError):  # the saved dict may hold anything
+            network = GPTConfig.from_dict(saved["model"], defaults["model"])
+            return TrainConfig(**known_settings(TrainConfig, saved | {"model": network}, defaults))
 
 
-# ------------------------------------------------------------------------- what is known about a setting
-
-MARKS = {field.name: field.metadata for field in dataclasses.fields(TrainConfig)}
-RECIPE = {field.name for field in dataclasses.fields(Recipe)}
-
-
-def has_mark(name: str, mark: str) -> bool:
-    """Whether a setting is marked so: like_a_seed, per_rank or per_start. Settings of the network
-    ("model.n_layer") have no marks."""
-    return mark in MARKS.get(name, {})
-
-
-def shapes_result(name: str) -> bool:
-    """Whether a resumed run must have the value that the setting had before."""
-    return name in RECIPE or name.startswith("model.")
-
-
-def flatten(cfg: TrainConfig) -> dict[str, Any]:
-    """{name: value} of every setting; those of the network are called "model.n_layer"."""
-    values = cfg.to_dict()
-    network = values.pop("model")
-    return {f"model.{name}": value for name, value in network.items()} | values
-
-
-def changed_settings(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """{name: (old value, new value)} of the settings that differ."""
-    after = flatten(new)
-    return {name: (value, after[name]) for name, value in flatten(old).items() if value != after[name]}
-
-
-def settings_by_flag(cfg: TrainConfig) -> dict[str, str]:
-    """The settings that all ranks must have been started with, by flag."""
-    return {flag(name): str(value) for name, value in flatten(cfg).items() if not has_mark(name, "per_rank")}
+def settings_facts(cfg: TrainConfig) -> Facts:
+    """{flag: fact} of every setting. The settings of the network have names such as
+    --model.n-layer."""
+    facts = {flag(f"model.{name}"): Fact(str(value), RESULT) for name, value in dataclasses.asdict(cfg.model).items()}
+    recipe = {field.name for field in dataclasses.fields(Recipe)}
+    for field in dataclasses.fields(cfg):
+        if field.name != "model":
+            scope = RESULT if field.name in recipe else START if field.metadata.get("per_start") else NOTED
+            facts[flag(field.name)] = Fact(str(getattr(cfg, field.name)), scope)
+    return facts

@@ -1,10 +1,10 @@
 """The order of data: which sequences each step reads, and their tokens on the device.
 
     data = Loader("data/fineweb-edu", "train", T=1024, vocab_size=50257, seed=1337, shuffle=True)
-    for batch in data.batches(0, lambda step: 512 * step, B=64, rt=rt):  # (micro_steps, B, T + 1) uint16
+    for batch in data.batches(0, itertools.repeat(512), B=64, rt=rt):   # (micro_steps, B, T + 1) uint16
 
 A shard is a one-dimensional array of token ids, cut into sequences of T inputs. The targets are the inputs shifted by
-one token, so that neighboring sequences share one token. Up to T tokens at the end of a shard are too few for another
+one token, so neighboring sequences share one token. Up to T tokens at the end of a shard are too few for another
 sequence and stay unused.
 
     token      0       1       ...   T-1      T        T+1     ...   2T-1     2T     ...     n-1
@@ -13,12 +13,14 @@ sequence and stay unused.
     sequence 1                                |---------- inputs ------------|               :
                                                        |---------- targets ----------|  unused
 
-The order is a pure function of (seed, position in the stream of sequences), and a step's position follows from its
-number (training/schedule.py). It does not depend on ranks, micro-batch size or restarts. The epochs form one endless
-stream that has every sequence once per epoch. A step takes the next sequences of it and may straddle two epochs, so no
-rank runs out of data and nothing in between is dropped.
+The order is a pure function of the seed and the position in the stream of sequences. The position is the number of
+sequences that the earlier steps have read. The order does not depend on ranks, micro-batch size or restarts. The epochs
+form one endless stream that has every sequence once per epoch. A step takes the next sequences of the stream and may
+straddle two epochs, so no rank runs out of data and no sequence is
+dropped at the end of an epoch.
 
-When shuffling, each epoch visits the shards in a new order, in groups of at most SHUFFLE_POOL_TOKENS tokens, and the
+When shuffling, each epoch visits the shards in a new order, in groups of at most SHUFFLE_POOL_TOKENS tokens (or of one
+larger shard), and the
 sequences of a group form one pool that is shuffled anew:
 
     epoch 0                                              epoch 1
@@ -30,15 +32,14 @@ sequences of a group form one pool that is shuffled anew:
 A shard is read as a whole, front to back, when its group's turn comes. A full shard of FineWeb is a group of its own.
 Small shards are mixed, so that a run that is shorter than an epoch still sees text from all of them.
 
-Without shuffling, the order is that of build-nanogpt: shard by shard, sequence by sequence. (build-nanogpt skips up to
-a micro-batch of all ranks at the end of each shard; here it is used.)
+Without shuffling, the order is build-nanogpt's: shard by shard, sequence by sequence. (build-nanogpt skips up to a
+micro-batch of all ranks at the end of each shard. This loader does not.)
 
-A shard that a manifest lists must match its sha256 when it is read: damage on disk ends the run instead of being
-trained on.
+A shard that a manifest lists must match its sha256 when the loader reads it. A shard that was damaged on the disk ends
+the run: the run does not train on it.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -56,20 +57,20 @@ SHUFFLE_POOL_TOKENS = 100_000_000  # tokens shuffled as one pool: a full shard, 
 PREFETCH_STEPS = 16
 
 
-# What a permutation orders: the shards of an epoch, or the pool of a group.
+# Part of the key of a permutation: it orders the shards of an epoch, or the sequences of a group.
 SHARDS, POOL = 0, 1
 
 
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n), (n,) int64, that depends on the 64-bit integers `key` and on nothing else.
+    """A permutation of range(n), (n,) int64, that depends only on the 64-bit integers `key`.
 
-    It is the argsort of splitmix64 hashes (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"), so no
-    version of a library can change the order that a resumed run sees.
+    The permutation is the argsort of splitmix64 hashes (Steele et al. 2014, "Fast Splittable Pseudorandom Number
+    Generators"). So no version of a library can change the order that a resumed run sees.
     """
 
     def mix(x: np.ndarray) -> np.ndarray:
-        """splitmix64 of each uint64 in x: two equal inputs give equal hashes, two unequal ones never do."""
+        """splitmix64 of each uint64 in x. Unequal inputs always give unequal hashes."""
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -89,8 +90,8 @@ def permutation(n: int, *key: int) -> np.ndarray:
 class DataOrder:
     """The endless stream of sequences: position -> (shard, sequence). See the picture in the module's docstring.
 
-    Reaching any position costs no more than shuffling one group of shards. The pool of a group has the sequences of its
-    shards end to end; a permutation of the pool's indices is the order in which they are read:
+    To reach any position, only one group of shards is shuffled. The pool of a group has the sequences of its shards end
+    to end. A permutation of the pool's indices is the order in which the sequences are read:
 
         pool index    0 1 2 3 ...  92 | 93 94 95 ... 220      of the group (shard 5, shard 2)
         shard               5         |        2
@@ -102,11 +103,9 @@ class DataOrder:
     """
 
     def __init__(self, sequences_per_shard: list[int], seed: int, shuffle: bool, shards_per_group: int = 1):
-        # What is to be ordered.
         self.sequences_per_shard = np.asarray(sequences_per_shard)
         self.sequences_per_epoch = int(self.sequences_per_shard.sum())
 
-        # How it is ordered.
         self.seed = seed
         self.shuffle = shuffle
         self.shards_per_group = shards_per_group if shuffle else 1
@@ -119,8 +118,8 @@ class DataOrder:
             epoch, group, position = self._find_group(start)
             sizes = self.sequences_per_shard[group]
 
-            # Read the pool in this epoch's order until it or the span ends, (k,). The group is named by its first
-            # shard: a shard comes once in an epoch, so no other group has that name.
+            # Read the pool in this epoch's order until the pool or the span ends, (k,). The first shard names the
+            # group. A shard comes once in an epoch, so no other group has that name.
             pool = self._permute(int(sizes.sum()), epoch, POOL, int(group[0]))
             indices = pool[position : position + (end - start)]
 
@@ -151,7 +150,7 @@ class DataOrder:
         return epoch, group, position_in_epoch - group_start
 
     def _permute(self, n: int, epoch: int, *what: int) -> np.ndarray:
-        """range(n) in a random order that depends on the epoch and on what is ordered; without `shuffle` as it is."""
+        """range(n) in a random order, which depends on the epoch and on `what`; without `shuffle`, range(n) itself."""
         if self.shuffle:
             return permutation(n, self.seed, epoch, *what)
         return np.arange(n)
@@ -167,12 +166,12 @@ class Loader:
         self.T = T
         self.vocab_size = vocab_size
 
-        # Of each shard the number of tokens, from its header, and the hash, from the manifest.
+        # No shard is read here: the headers have the numbers of tokens, and the manifest has the hashes.
         self.files = shards.find_shards(data_dir, split)
         self.data_id = shards.fingerprint(data_dir)
         largest = max(file.tokens for file in self.files)
 
-        # Groups of as many shards as fit into one pool if all were as large as the largest.
+        # A group has as many shards as would fit into one pool if all were as large as the largest.
         shards_per_group = max(1, min(SHUFFLE_POOL_TOKENS // largest, len(self.files)))
         # A sequence needs T + 1 tokens: its inputs, and the last one's target.
         sequences_per_shard = [(file.tokens - 1) // T for file in self.files]
@@ -181,18 +180,19 @@ class Loader:
         fix = "use a smaller --sequence-length, more text or larger shards (fineweb.py --shard-size)"
         require(self.order.sequences_per_epoch, f"{problem}; {fix}")
 
-        # Tokens stay in memory for as many shards as one group has; the shard being read counts as one.
+        # Memory holds the tokens of as many shards as one group has.
         self._cached_shard = lru_cache(maxsize=self.order.shards_per_group)(self._read_shard)
 
     def fingerprint(self) -> str:
         """What a resumed run must find again: a hash of the folder's shards and, if they are shuffled in groups, the
-        size of these. Seed and shuffle are not in it: they are settings. Whoever changes the order adds a version."""
+        size of a group. The settings have the seed and --shuffle. Whoever changes the order of the data adds a
+        version."""
         size = self.order.shards_per_group
         return self.data_id if size == 1 else f"{self.data_id}-{size}"
 
     def _read_shard(self, index: int) -> np.ndarray:
-        """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if its hash is not the manifest's,
-        or for an id above the vocabulary: it would index past the embedding, on a GPU an error that names nothing."""
+        """The tokens of a shard, (n,) uint16, read front to back. Raises UserError if the hash of the shard is not the
+        manifest's, or if an id is above the vocabulary: on a GPU, such an id causes an error that names nothing."""
         file = self.files[index]
         tokens = shards.read_shard(file.path, file.sha256)
         shards.check_ids(tokens, file.path, self.vocab_size)
@@ -211,29 +211,29 @@ class Loader:
             tokens[from_shard] = self._cached_shard(shard)[starts[:, None] + np.arange(self.T + 1)]
         return tokens
 
-    def step_sequences(self, start: int, end: int, B: int, rank: int, world_size: int) -> np.ndarray:
-        """The (shard, sequence) pairs that `rank` reads in a step that takes the positions from `start` up to `end` of
-        the stream, (micro_steps, B, 2). As in build-nanogpt, micro-batch m of rank r is the step's (m * world_size +
-        r)-th block of B sequences."""
-        whole_step = self.order.span(start, end - start)
-        # (end - start, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
+    def step_sequences(self, start: int, count: int, B: int, rank: int, world_size: int) -> np.ndarray:
+        """The (shard, sequence) pairs that `rank` reads in one step, (micro_steps, B, 2). The step has `count`
+        sequences and begins at position `start` of the stream. As in build-nanogpt, micro-batch m of rank r is the
+        step's (m * world_size + r)-th block of B sequences."""
+        whole_step = self.order.span(start, count)
+        # (count, 2) -> (micro_steps, world_size, B, 2) -> (micro_steps, B, 2)
         return whole_step.reshape(-1, world_size, B, 2)[:, rank]
 
     def batches(
-        self, first_step: int, sequences_before: Callable[[int], int], B: int, rt: Runtime, fixed: bool = False
+        self, start: int, counts: Iterable[int], B: int, rt: Runtime, is_fixed: bool = False
     ) -> Iterator[Tensor]:
-        """Endless (micro_steps, B, T + 1) batches of uint16 tokens, one per step from `first_step` (fixed=True repeats
-        step 0). sequences_before: where in the stream a step begins. A thread reads them before they are needed, into
-        pinned memory if training is on a GPU."""
+        """This rank's batches of the coming steps, (micro_steps, B, T + 1) uint16 each. start: the position in the
+        stream of the first step. counts: how many sequences each step reads, over all ranks. is_fixed: every step reads
+        what the first step of a run reads. A thread reads ahead, into pinned memory if training is on a GPU."""
 
         def read_batches() -> Iterator[Tensor]:
-            steps = itertools.repeat(0) if fixed else itertools.count(first_step)
-            for step in steps:
+            position = start
+            for count in counts:
                 # (micro_steps, B, 2) -> (micro_steps * B, T + 1) -> (micro_steps, B, T + 1)
-                start, end = sequences_before(step), sequences_before(step + 1)
-                pairs = self.step_sequences(start, end, B, rt.rank, rt.world_size)
+                pairs = self.step_sequences(0 if is_fixed else position, count, B, rt.rank, rt.world_size)
                 tokens = self.read(pairs.reshape(-1, 2))
                 batch = torch.from_numpy(tokens).view(-1, B, self.T + 1)
+                position += count
 
                 # A copy from pinned memory to the GPU does not wait for the training step.
                 yield batch.pin_memory() if rt.device.type == "cuda" else batch

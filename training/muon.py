@@ -1,21 +1,21 @@
-"""Muon (Jordan 2024): SGD with momentum whose update of each matrix is made orthogonal first.
+"""Muon (Jordan 2024): SGD with momentum that makes the update of each matrix orthogonal first.
 
     optimizer = Muon([{"params": [weight]}], lr=0.02, momentum=0.95)
     optimizer = Muon([{"params": [c_attn], "matrix_rows": (768, 768, 768)}], lr=0.02, momentum=0.95)
 
-As in modded-nanogpt, with Nesterov momentum and a rate that grows with sqrt(max(1, rows / columns)). The update of a
-matrix W with gradient G:
+As in modded-nanogpt, Muon has Nesterov momentum and a rate that grows with sqrt(max(1, rows / columns)). The update of
+a matrix W with gradient G:
 
-    M = momentum * M + (1 - momentum) * G           the average of the gradients, which is the only state
-    N = momentum * M + (1 - momentum) * G           Nesterov: as if the next gradient were G again
+    M = momentum * M + (1 - momentum) * G           the average of the gradients; the only state
+    N = momentum * M + (1 - momentum) * G           Nesterov: the average after one more gradient G
     W = (1 - lr * weight_decay) * W
     W = W - lr * sqrt(max(1, rows / columns)) * orthogonalize(N)
 
 If N = U S V^T is the singular value decomposition, orthogonalize(N) is about U V^T: every direction of the gradient
 changes the weights by the same amount.
 
-What torch.optim.Muon lacks: matrices that are stacked in one parameter, as queries, keys and values are, and one launch
-of the kernels for all matrices of a shape.
+torch.optim.Muon has two drawbacks here: it treats stacked matrices (queries, keys and values) as one matrix, and it
+launches its kernels for each matrix instead of once for all matrices of a shape.
 """
 
 import torch
@@ -27,22 +27,22 @@ from system import machine
 NEWTON_SCHULZ_DTYPE = torch.bfloat16
 
 # Each iteration applies the polynomial a X + b (X X^T) X + c (X X^T)^2 X with these coefficients (Jordan 2024). Five
-# bring the singular values into about [0.7, 1.2]; they do not converge.
+# iterations bring the singular values into about [0.7, 1.2]. The singular values do not converge to 1.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """The precision of the iterations on `device`: float32 if it only emulates NEWTON_SCHULZ_DTYPE."""
-    # GPUs before Ampere and older CPUs multiply emulated bfloat16 more slowly than float32, some CPUs ten times.
+    """The precision of the iterations on `device`: float32 if the device only emulates NEWTON_SCHULZ_DTYPE."""
+    # GPUs before Ampere and older CPUs emulate bfloat16, which is slower than float32, on some CPUs ten times slower.
     is_fast = NEWTON_SCHULZ_DTYPE in machine.supported_dtypes(device)
     return NEWTON_SCHULZ_DTYPE if is_fast else torch.float32
 
 
 def orthogonalize(X: Tensor) -> Tensor:
-    """Each matrix of X (n, rows, columns) with its singular values moved to about 1, by Newton-Schulz iterations. The
+    """Move the singular values of each matrix of X (n, rows, columns) to about 1, by Newton-Schulz iterations. The
     result has the dtype of newton_schulz_dtype."""
-    # Work on wide matrices, where X X^T is the smaller product. Below, m <= k: (n, rows, columns) -> (n, m, k)
+    # Work on wide matrices, because there X X^T is the smaller product. Below, m <= k: (n, rows, columns) -> (n, m, k)
     is_tall = X.size(-2) > X.size(-1)
     if is_tall:
         X = X.mT
@@ -64,11 +64,12 @@ def orthogonalize(X: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for parameters (rows, columns). Of a group in which each parameter stacks several matrices, matrix_rows has
-    the rows of each of these, and each is made orthogonal alone; () means that a parameter is one matrix.
+    """Muon for parameters (rows, columns). If each parameter of a group stacks several matrices, the group's
+    matrix_rows has the number of rows of each matrix, and each matrix is made orthogonal alone. () means one matrix per
+    parameter.
 
-    The matrices of a group that have one shape are made orthogonal together, so that 12 layers launch no more kernels
-    than one; with a rate for each layer, each layer is a group. The state has the layout of torch.optim.Muon's.
+    The matrices of a group that have the same shape are made orthogonal together, so 12 layers launch no more kernels
+    than one. The state has the layout of torch.optim.Muon's.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class Muon(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
-            # Nesterov momentum: the buffer averages the gradients, the update looks one step ahead. The updates take
-            # the gradients' memory, which saves a copy of every matrix.
+            # Nesterov momentum: the buffer averages the gradients, and the update looks one step ahead. The updates
+            # overwrite the gradients, which saves a copy of every matrix.
             gradients = [p.grad for p in params]
             buffers = [self.state[p]["momentum_buffer"] for p in params]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             torch._foreach_lerp_(gradients, buffers, group["momentum"])
             updates = gradients
 
-            # Group all matrices by shape: {(rows, columns): (weights, updates)}. Stacked ones are taken apart as views,
+            # Group all matrices by shape: {(rows, columns): (weights, updates)}. Take stacked matrices apart as views,
             # such as queries, keys and values: (3C, C) -> three of (C, C)
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
             for p, update in zip(params, updates, strict=True):
@@ -113,7 +114,7 @@ class Muon(torch.optim.Optimizer):
                     weights.append(weight)
                     matrices.append(matrix)
 
-            # Orthogonalize all of a shape at once, and update the weights. Tall matrices get a higher rate.
+            # Orthogonalize all matrices of a shape at once, and update the weights. Tall matrices get a higher rate.
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for (rows, columns), (weights, matrices) in by_shape.items():

@@ -1,18 +1,20 @@
-"""The optimizers of a run: what updates each parameter, at which peak rate, with which weight decay.
+"""The optimizers of a run: which one updates each parameter, at which peak rate, with which weight decay.
 
-    optimizers = build_optimizers(model, weights, cfg, rt)      # {"adamw": ..., "muon": ...}
-    for optimizer in optimizers.values():
-        optimizer.step()
+    optimizers = build_optimizers(model, weights, cfg, rt)      # {"adamw": NamedOptimizer, "muon": NamedOptimizer}
+    for named in optimizers.values():
+        named.optimizer.step()
 
-`choose_update` is the one place that decides. The algorithms are torch's AdamW and training/muon.py. To add an
-optimizer: its name in Recipe.optimizer (training/config.py), its entry in OPTIMIZERS, its lines in choose_update.
+`choose_update` decides for every parameter. The algorithms are torch's AdamW and training/muon.py. To add an algorithm,
+add its name to Recipe.optimizer (training/config.py), an entry to ALGORITHMS and a line to choose_update.
 """
 
+import copy
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from model import GPT, StackedLinear
 from system.distributed import Runtime
@@ -20,45 +22,48 @@ from system.errors import UserError
 from training.config import Recipe, TrainConfig
 from training.muon import Muon
 
+# ------------------------------------------------------------------------- which optimizer updates a parameter
+
 
 @dataclass(frozen=True)
 class Update:
-    """What updates a parameter. Parameters with equal updates form a group of their optimizer, whose settings are
-    these; the schedule multiplies peak_lr."""
+    """Which optimizer updates a parameter, with which settings. Parameters with equal updates form a group of their
+    optimizer, and these fields are the settings of the group. Trainer.set_step multiplies peak_lr by the factor of the
+    schedule."""
 
-    optimizer: str  # its name in OPTIMIZERS
+    optimizer: str  # its name in ALGORITHMS
     peak_lr: float
     weight_decay: float
-    matrix_rows: tuple[int, ...] = ()  # of the matrices that the parameter stacks; () if it is one
+    matrix_rows: tuple[int, ...] = ()  # the rows of each matrix, if the parameter stacks several (StackedLinear)
 
 
-class Optimizer(NamedTuple):
-    """What this program must know of an optimizer."""
+class Algorithm(NamedTuple):
+    """What this program must know about a class of optimizers."""
 
     optimizer_class: type[torch.optim.Optimizer]
     arguments: dict[str, Any]  # besides the groups
-    state_per_weight: int  # how many float32 numbers it keeps for each weight
+    state_per_weight: int  # how many float32 numbers the optimizer keeps for each weight
 
 
-OPTIMIZERS = {
+ALGORITHMS = {
     # fused: one kernel updates many parameters
-    "adamw": Optimizer(torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True}, state_per_weight=2),
-    "muon": Optimizer(Muon, {"momentum": 0.95}, state_per_weight=1),
+    "adamw": Algorithm(torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True}, state_per_weight=2),
+    "muon": Algorithm(Muon, {"momentum": 0.95}, state_per_weight=1),
 }
 
 
 def choose_update(name: str, p: Tensor, module: nn.Module, cfg: Recipe) -> Update:
-    """What updates the parameter `p` of `module`, which the model knows by this name. A tied head is the embedding.
-    Raises UserError where no line knows the optimizer."""
+    """What updates the parameter `p` of `module`. name: the name of the parameter in the model. A tied head is the
+    embedding. Raises UserError if no line below covers the optimizer."""
     is_embedding = isinstance(module, nn.Embedding)
     peak_lr = cfg.max_lr * cfg.embed_lr_scale if is_embedding else cfg.max_lr
-    # Decay pulls a weight toward zero unless the loss holds it. Vectors, which are biases and gains, do not decay.
+    # Weight decay pulls a weight toward zero. Vectors, which are biases and gains, do not decay.
     by_adamw = Update("adamw", peak_lr, cfg.weight_decay if p.dim() >= 2 else 0.0)
 
     if cfg.optimizer == "adamw":
         return by_adamw
     if cfg.optimizer == "muon":
-        # Muon is for the matrices between two spaces of channels, which linear layers have: not for an untied head.
+        # Muon is for matrices that map channels to channels. Those are the weights of linear layers, except the head's.
         if not isinstance(module, nn.Linear) or name == "lm_head.weight" or p.dim() != 2:
             return by_adamw
         rows = module.matrix_rows if isinstance(module, StackedLinear) else ()
@@ -67,7 +72,7 @@ def choose_update(name: str, p: Tensor, module: nn.Module, cfg: Recipe) -> Updat
 
 
 def choose_updates(model: GPT, cfg: Recipe) -> dict[str, Update]:
-    """{name: what updates it} of each parameter that is trained, a tied one once."""
+    """{name: update} of each parameter that trains. A tied parameter appears once."""
     updates = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -76,44 +81,138 @@ def choose_updates(model: GPT, cfg: Recipe) -> dict[str, Update]:
     return updates
 
 
-def state_bytes(model: GPT, cfg: Recipe, shards: int = 1) -> int:
-    """Bytes of the optimizers' state once the first step has created it. With several shards, about those of the
-    largest one: a parameter is never divided, and GPT-2's embedding is a third of all weights."""
+def state_bytes(model: GPT, cfg: Recipe, num_shards: int = 1) -> int:
+    """Bytes of the optimizers' state after the first step. With several shards, an estimate for the largest one: a
+    parameter is never split, and GPT-2's embedding has a third of all weights."""
     sizes: dict[str, list[int]] = {}
     for name, update in choose_updates(model, cfg).items():
         sizes.setdefault(update.optimizer, []).append(model.get_parameter(name).numel())
     total = 0
     for optimizer, numbers in sizes.items():
-        in_shard = max(sum(numbers) // shards, max(numbers))
-        total += 4 * OPTIMIZERS[optimizer].state_per_weight * in_shard
+        weights_in_shard = max(sum(numbers) // num_shards, max(numbers))
+        total += 4 * ALGORITHMS[optimizer].state_per_weight * weights_in_shard
     return total
 
 
+# ------------------------------------------------------------------------- building
+
+
 def is_sharded(cfg: TrainConfig, rt: Runtime) -> bool:
-    """Whether each rank keeps its share of the optimizers' state (ZeRO-1, Rajbhandari et al. 2020)."""
+    """Whether each rank keeps only its share of the optimizers' state (ZeRO-1, Rajbhandari et al. 2020)."""
     return cfg.zero_stage == 1 and rt.world_size > 1
 
 
 def build_optimizers(
     model: GPT, weights: dict[str, Tensor], cfg: TrainConfig, rt: Runtime
-) -> dict[str, torch.optim.Optimizer]:
-    """The run's optimizers by their names, over its float32 weights. With --zero-stage 1 on several ranks, each rank
-    keeps the state of its share only."""
+) -> dict[str, "NamedOptimizer"]:
+    """The run's optimizers by name. They update the float32 `weights`."""
     weights_by_update: dict[str, dict[Update, list[Tensor]]] = {}
     for name, update in choose_updates(model, cfg).items():
         weights_by_update.setdefault(update.optimizer, {}).setdefault(update, []).append(weights[name])
 
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    for optimizer, own in weights_by_update.items():
-        optimizer_class, arguments, _ = OPTIMIZERS[optimizer]
-        own_groups = [{"params": tensors, **asdict(update)} for update, tensors in own.items()]
-        arguments = {"lr": cfg.max_lr, **arguments}  # the schedule sets every group's rate before each step
+    optimizers: dict[str, NamedOptimizer] = {}
+    for name, groups_by_update in weights_by_update.items():
+        optimizer_class, arguments, _ = ALGORITHMS[name]
+        groups = [{"params": tensors, **asdict(update)} for update, tensors in groups_by_update.items()]
+        arguments = {"lr": cfg.max_lr, **arguments}  # Trainer.set_step sets the rate of every group
+        optimizer: torch.optim.Optimizer
         if is_sharded(cfg, rt):
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes more than a second
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # here, because the import takes over a second
 
-            # A bucket: one broadcast per rank instead of one per parameter. The update takes a quarter of the time.
+            # A bucket: one broadcast per rank instead of one per parameter, which makes the update four times as fast.
             arguments |= {"optimizer_class": optimizer_class, "parameters_as_bucket_view": True}
-            optimizers[optimizer] = ZeroRedundancyOptimizer(own_groups, **arguments)
+            optimizer = ZeroRedundancyOptimizer(groups, **arguments)
         else:
-            optimizers[optimizer] = optimizer_class(own_groups, **arguments)
+            optimizer = optimizer_class(groups, **arguments)
+        optimizers[name] = NamedOptimizer(optimizer, weights, rt, is_sharded(cfg, rt))
     return optimizers
+
+
+# ------------------------------------------------------------------------- the state, by names of parameters
+
+Moments = dict[str, dict[str, Any]]  # {parameter name: {name in the optimizer's state: tensor, number or containers}}
+GROUP = "group"  # the key in a parameter's Moments of the group values that the optimizer has changed
+
+
+class NamedOptimizer:
+    """An optimizer whose state has the names of the parameters, so the state fits any number of ranks and any order of
+    the parameters. The settings of the groups are not part of the state, because they follow from the settings of the
+    run. Values that the optimizer itself changes in a group, such as a counter of steps, are part of
+    the state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor], rt: Runtime, is_sharded: bool):
+        self.optimizer, self.rt, self.is_sharded = optimizer, rt, is_sharded
+        self.local: Any = optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]  # this rank's share
+        names = {weight: name for name, weight in weights.items()}
+        self.weights = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+        self.own = {names[p]: p for group in self.local.param_groups for p in group["params"]}
+        self.group_of = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
+        self.initial_values = {name: copy_values(group) for name, group in self.group_of.items()}
+
+    def state_dict(self) -> Moments:
+        """Unsharded: the tensors themselves. Sharded: on rank 0 copies of all tensors in host memory, {} on the other
+        ranks. Every rank must call this."""
+        own = {}
+        for name, p in self.own.items():
+            moments = dict(self.local.state.get(p, {}))
+            changed = self.changed_values(name)
+            if changed:
+                moments[GROUP] = changed
+            if moments:
+                own[name] = moments
+        return gather(own, self.rt) if self.is_sharded else own
+
+    def changed_values(self, name: str) -> dict[str, Any]:
+        """What the optimizer has changed in the group of this parameter. The rate is left out: the schedule sets it."""
+        first = self.initial_values[name]
+        values = {key: value for key, value in self.group_of[name].items() if key not in ("params", "lr")}
+        return {key: value for key, value in values.items() if key not in first or not is_equal(value, first[key])}
+
+    def load_state_dict(self, state: Moments) -> None:
+        """Load copies of this rank's share. Raises ValueError if the state has other parameters."""
+        if state.keys() != self.weights.keys():
+            raise ValueError(f"it has other parameters: {', '.join(sorted(state.keys() ^ self.weights.keys()))}")
+        for name, moments in state.items():
+            # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load the outer
+            # ones.
+            self.group_of[name].update(copy.deepcopy(self.initial_values[name] | moments.get(GROUP, {})))
+            if name in self.own:
+                tensors = {key: value for key, value in moments.items() if key != GROUP}
+                copied = tree_map_only(Tensor, lambda t: t.to(self.rt.device, copy=True), tensors)
+                self.local.state[self.own[name]] = copied
+
+
+def copy_values(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the settings of a parameter group."""
+    return copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two values of a parameter group are equal: tensors, or plain values."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def gather(own: Moments, rt: Runtime) -> Moments:
+    """Each rank passes its own moments. Rank 0 gets copies of the moments of all ranks in host memory, the other ranks
+    get {}. Every rank must call this.
+
+    torch's public way, consolidate_state_dict and then state_dict, sends pickles and unpacks them byte by byte, at 16
+    MB/s: minutes for a large model. Here each owner broadcasts its tensors, one at a time.
+    """
+    everything: Moments = {}
+    own_leaves = tree_leaves(own)
+    # Each rank first learns the values of all leaves that are no tensors, and the shape and dtype of all tensors.
+    for owner, moments in enumerate(rt.gather(tree_map_only(Tensor, lambda t: t.to("meta"), own))):
+        leaves, structure = tree_flatten(moments)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                # On the device, because NCCL sends nothing else.
+                tensor = torch.empty_like(leaf, device=rt.device)
+                if owner == rt.rank:
+                    tensor.copy_(own_leaves[i])
+                rt.broadcast(tensor, owner)
+                leaves[i] = tensor.to("cpu", copy=True) if rt.is_main else None
+        everything |= tree_unflatten(leaves, structure)
+    return everything if rt.is_main else {}

@@ -1,11 +1,14 @@
-"""One optimizer step: the gradients of a batch, clipped, and the update.
+"""One optimizer step: the gradients of a batch, clipped, and the update; and the state that must survive a kill.
 
+    trainer.set_step(now)                           # now: schedule.at(...); sets what depends on the step
     loss, norm = trainer.compute_gradients(batch)   # batch: (micro_steps, B, T + 1), this rank's tokens
-    set_learning_rates(trainer.optimizers, step, max_steps, cfg)
     trainer.update()                                # or not, if the gradients are not finite
     trainer.finish_step()
 
-training/build.py builds the trainer.
+    saved = trainer.state.copy()                    # call it on every rank; rank 0 gets copies in host memory
+    trainer.state.load(saved)                       # on any number of ranks, with any --zero-stage
+
+lifecycle/build.py builds the trainer.
 """
 
 from collections.abc import Iterator
@@ -15,63 +18,135 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from model import GPT
 from system.distributed import Runtime
+from system.errors import explain_errors, require
+from system.machine import copy_to_host
 from training.config import TrainConfig
+from training.head import Loss
 from training.loader import to_device
-from training.loss import Loss
-from training.state import State, copy_weights, rounded_pairs
+from training.optim import NamedOptimizer
+from training.schedule import Step
+
+# ------------------------------------------------------------------------- what must survive a kill
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
+class State:
+    """What a checkpoint holds: the float32 weights, which model_*.pt has, and everything else that a resumed run needs
+    to continue exactly.
+
+    A component has torch's two methods state_dict and load_state_dict, which every rank calls. Every component is saved
+    and loaded, and compared between ranks unless it is sharded. A checkpoint must have the same components as the
+    program that resumes from it.
+    """
+
+    weights: dict[
+        str, Tensor
+    ]  # the parameters of the model or, if those are bfloat16, the weights they are rounded from
+    components: dict[str, Any]  # each optimizer, the loss scale, and what an experiment adds
+    rt: Runtime
+    step: int = 0  # how many steps are done
+    sequences: int = 0  # how many sequences of the data those steps have read
+
+    def copy(self) -> dict[str, Any]:
+        """All but the weights, as copies in host memory. Only rank 0 has the components. Every rank must call this."""
+        components = {}
+        for name, component in self.components.items():
+            state = component.state_dict()
+            if self.rt.is_main:
+                # A sharded state is a copy already. Another copy would be 12 GB for GPT-2 1558M.
+                components[name] = state if is_sharded(component) else copy_to_host(state)
+        return {"step": self.step, "sequences": self.sequences, "components": components}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Load what `copy` returned. Raises UserError if the components are different, or do not fit."""
+        step, components = saved["step"], saved["components"]
+        fix = "use the code that wrote it, or start a new run from its weights with --init-from"
+        different = ", ".join(sorted(self.components.keys() ^ components.keys()))
+        problem = f"the checkpoint of step {step} and this program have different components"
+        require(not different, f"{problem}: {different}; {fix}")
+        for name, component in self.components.items():
+            # An optimizer has an empty state before its first step, and so has a loss scale that is not in use.
+            if components[name]:
+                with explain_errors(f"the state of {name} at step {step} does not fit this run", fix, ValueError):
+                    component.load_state_dict(components[name])
+        self.step, self.sequences = step, saved["sequences"]
+
+    def tensors_to_compare(self) -> dict[str, list[Tensor]]:
+        """{name: tensors} of everything that must be equal on all ranks. The shards of an optimizer differ."""
+        whole = {name: part.state_dict() for name, part in self.components.items() if not is_sharded(part)}
+        return {"weights": [*self.weights.values()]} | {name: tensors_of(state) for name, state in whole.items()}
+
+    def num_bytes(self) -> int:
+        """Bytes of the tensors in a checkpoint, without those of the optimizers."""
+        others = [part.state_dict() for part in self.components.values() if not isinstance(part, NamedOptimizer)]
+        return sum(t.nbytes for t in [*self.weights.values(), *tensors_of(others)])
+
+
+def is_sharded(component: Any) -> bool:
+    """Whether each rank has only its share of a component (ZeRO-1)."""
+    return isinstance(component, NamedOptimizer) and component.is_sharded
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers, and the numbers as tensors."""
+    return [torch.as_tensor(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor | int | float)]
+
+
+# ------------------------------------------------------------------------- a step
+
+
+@dataclass(eq=False)
 class Trainer:
-    """A model on this rank's device, with all that updates it."""
+    """A model on this rank's device, with everything that updates it."""
 
     model: GPT
-    state: State  # what a kill must not lose: the float32 weights, the optimizers' state, ...
-    optimizers: dict[str, torch.optim.Optimizer]
+    state: State
+    optimizers: list[torch.optim.Optimizer]
     loss: Loss  # (x, y) -> (what is minimized, mean cross-entropy); validation calls it
-    ddp_loss: nn.Module  # the same for training: its gradients are averaged over the ranks
+    ddp_loss: nn.Module  # the same for training: DDP averages its gradients over the ranks
     B: int  # the micro-batch: sequences in a forward pass
     cfg: TrainConfig
     rt: Runtime
+    now: Step  # the step of the last call of set_step
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        """The float32 weights by name, which the optimizers update."""
-        return self.state.weights
+    def scaler(self) -> torch.amp.GradScaler:
+        """The loss scale of float16. In other precisions the loss scale does nothing."""
+        return self.state.components["loss_scale"]
 
-    @property
-    def scaler(self) -> Any:
-        """The loss scale of float16; in other precisions it does nothing."""
-        return self.state.parts["loss_scale"]
+    def set_step(self, now: Step) -> None:
+        """Set everything that depends on the step: here the learning rate of every parameter group. The loop calls this
+        before it saves, evaluates or trains, so that all three see the same step."""
+        self.now = now
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * now.lr_factor
 
     @contextmanager
-    def using(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Let the model compute with these weights inside the block, such as an average, and with its own after it: in
-        eval mode, for what acts in training only, as dropout."""
-        own = None
-        if weights is not self.weights:
-            own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-            copy_weights(self.model, weights)
+    def evaluating(self) -> Iterator[None]:
+        """Inside the `with` statement, the model is in eval mode, in which dropout, for example, does nothing."""
         self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train()
-            if own:
-                copy_weights(self.model, own)
+        yield
+        self.model.train()
 
     def compute_gradients(self, batch: Tensor) -> tuple[float, float]:
         """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
 
-        batch: (micro_steps, B, T + 1) uint16, this rank's tokens. The gradients are those of the mean over all ranks of
-        what is minimized. Every rank must call this. Returns
+        batch: (micro_steps, B, T + 1) uint16, this rank's tokens. The gradients are those of the mean objective over
+        all ranks. On one rank, raises UserError if a parameter that should train has no gradient; DDP refuses such a
+        parameter by itself. Every rank must call this. Returns
 
             loss    mean cross-entropy over this rank's sequences of the step, in nats per token
             norm    L2 norm of the gradients of all parameters, before clipping; the same on all ranks
         """
+        # Dropout and the like draw random numbers. They depend on the step and the rank, so a resumed run draws the
+        # same ones.
+        torch.manual_seed(self.cfg.seed + self.now.number * self.rt.world_size + self.rt.rank)
+
         local_loss = torch.zeros((), device=self.rt.device)
         for i, tokens in enumerate(batch):
             # Inputs and targets: (B, T + 1) -> 2 x (B, T)
@@ -87,33 +162,59 @@ class Trainer:
             self.scaler.scale(objective / len(batch)).backward()
             local_loss += loss / len(batch)
 
-        # Undo the loss scale, and clip. The norm is that of all gradients together, in float32 also if these are
-        # bfloat16.
-        for optimizer in self.optimizers.values():
+        # Undo the loss scale.
+        for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        gradients = [p.grad.float() for p in self.model.parameters() if p.grad is not None]
-        total_norm = nn.utils.get_total_norm(gradients)
+
+        # An optimizer skips a parameter without a gradient, and nobody would notice.
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        untrained = ", ".join(name for name, p in trained.items() if p.grad is None)
+        require(not untrained, f"no gradient for {untrained}: use it in the network, or call its requires_grad_(False)")
+
+        # Clip. The norm is that of all gradients together, in float32 even if the gradients are bfloat16.
+        total_norm = nn.utils.get_total_norm([p.grad.float() for p in trained.values() if p.grad is not None])
         if self.cfg.grad_clip:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.grad_clip, total_norm)
         return local_loss.item(), total_norm.item()
 
     def update(self) -> None:
-        """Step all optimizers; not to be called unless the norm is finite. GradScaler.step would decide that for each
-        optimizer alone, and half of the weights would move. Every rank must call it."""
-        # [memory] bfloat16 gradients become float32 ones of the weights; the parameters are then rounded from these.
-        rounded = rounded_pairs(self.model, self.weights)
+        """Step all optimizers. Call this only if the norm is finite. GradScaler.step is not used, because it decides
+        for each optimizer alone, and could update only some of the weights. Every rank must call this."""
+        # [memory] bfloat16 gradients become float32 gradients of the weights. After the update, the parameters are the
+        # rounded weights.
+        rounded = self.rounded_parameters()
         for p, weight in rounded:
             weight.grad = None if p.grad is None else p.grad.float()
-        for optimizer in self.optimizers.values():
+        for optimizer in self.optimizers:
             optimizer.step()
-        copy_weights(self.model, self.weights)
+        self.round_parameters()
         for _, weight in rounded:
             weight.grad = None
 
+    @torch.no_grad()
+    def round_parameters(self) -> None:
+        """Copy the float32 weights into the bfloat16 parameters, if there are any. Call this whenever the weights have
+        changed."""
+        rounded = self.rounded_parameters()
+        if rounded:
+            torch._foreach_copy_([p for p, _ in rounded], [weight for _, weight in rounded])
+
+    def rounded_parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """The pairs (bfloat16 parameter, float32 weight) of --param-dtype bfloat16; in float32 there are none."""
+        weights = self.state.weights
+        return [(p, weights[name]) for name, p in self.model.named_parameters() if p is not weights[name]]
+
     def finish_step(self) -> None:
-        """Free the gradients, and adapt the loss scale, whether there was an update or not."""
-        # After an overflow this halves the loss scale; otherwise it doubles the scale now and then.
+        """Clear the gradients and adapt the loss scale, whether there was an update or not."""
+        # After an overflow this halves the loss scale. Otherwise it doubles the scale now and then.
         self.scaler.update()
 
         # [memory] DDP's gradients live in its buckets and are set to zero there. Without DDP they are freed.
         self.model.zero_grad(set_to_none=self.rt.world_size == 1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state dict of the model with the float32 weights, as model_*.pt holds it. A tied head appears under
+        both names. Buffers come from the model."""
+        weight_of = {p: self.state.weights[name] for name, p in self.model.named_parameters()}
+        tensors = self.model.state_dict(keep_vars=True)
+        return {name: weight_of.get(tensor, tensor).detach() for name, tensor in tensors.items()}

@@ -27,9 +27,9 @@ from corpora import read_bytes
 from helpers import TINY_FLAGS, load_curve, write_jsonl, write_random_walk_shards
 from processes import forkserver_context, start_ranks
 
+from checkpoints import checkpoint
+from checkpoints.run_folder import latest_step, model_path
 from system.settings import ArgumentParser
-from weights import checkpoint
-from weights.run_folder import latest_step, model_path
 
 TRAIN = "--device cpu --max-steps 40 --save-every 2 --shuffle --resume auto"
 
@@ -61,7 +61,7 @@ class Job:
         if self.command[0] != "train_gpt2":
             return read_bytes(self.out)
         path, state = model_path(self.out, latest_step(self.out)), io.BytesIO()
-        torch.save(checkpoint.read_train_state(path)["parts"], state)
+        torch.save(checkpoint.read_train_state(path)["components"], state)
         return load_curve(self.out), path.name, path.read_bytes(), state.getvalue()
 
     def kill(self, rng):

@@ -1,7 +1,7 @@
-"""The micro-batch: how many sequences one forward pass of one rank takes. It is chosen by a rehearsal, which compiles
-all that is compiled.
+"""The micro-batch: how many sequences one forward pass of one rank takes. A rehearsal of the passes chooses it, and
+compiles everything that the run compiles.
 
-    B = choose_micro_batch_size(cfg, rt, loss, reserved_bytes, max_steps)
+    trainer.B = choose_micro_batch_size(trainer, max_steps, has_state=False)
 """
 
 import gc
@@ -17,8 +17,9 @@ from system.errors import UserError, require
 from system.printing import print0
 from training.config import TrainConfig
 from training.loader import to_device
-from training.loss import Loss
+from training.optim import is_sharded, state_bytes
 from training.schedule import common_batch
+from training.step import Trainer
 
 MAX_AUTO_SEQUENCES = 64
 
@@ -32,12 +33,16 @@ COMPILER_FIX = (
 OUT_OF_MEMORY = "out of memory"
 
 
-def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, loss: Loss, reserved_bytes: int, max_steps: int) -> int:
-    """Sequences per forward pass: the number asked for, or with `auto` the largest that fits, the same on all ranks.
+def choose_micro_batch_size(trainer: Trainer, max_steps: int, has_state: bool) -> int:
+    """Sequences per forward pass: the number asked for, or with `auto` a large one that fits, the same on all ranks.
 
-    reserved_bytes: what the first update allocates on this rank, the optimizers' state. Raises UserError if the batch
-    does not divide evenly, or if not even one sequence fits. Every rank must call it.
+    has_state: whether the optimizers have their state already, as in a resumed run; the first update of a new run
+    allocates it. Raises UserError if the batch does not divide evenly, or if not even one sequence fits. Every rank
+    must call this.
     """
+    cfg, rt = trainer.cfg, trainer.rt
+    shards = rt.world_size if is_sharded(cfg, rt) else 1
+    reserved_bytes = 0 if has_state else state_bytes(trainer.model, cfg, shards)
     sizes = divisors_of_share(cfg, rt.world_size, max_steps)
     asked = cfg.micro_batch_size
     channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
@@ -45,22 +50,23 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, loss: Loss, reserved_
     if asked != "auto":
         sizes, limit = [asked], asked
     elif rt.device.type == "cuda":
-        # Leave memory free beyond what a step takes, for NCCL's buffers, kernels that are loaded later, HellaSwag and
-        # fragmentation: 4% of the card, but at least a gibibyte. The smallest card decides.
+        # Leave 4% of the card free, but at least a gibibyte: for NCCL's buffers, kernels that are loaded later,
+        # HellaSwag and fragmentation. The smallest card decides.
         card_bytes = min(rt.gather(torch.cuda.mem_get_info(rt.device)[1]))
         ballast += max(2**30, card_bytes // 25)
-        # A try compiles, which takes a minute: none is of a size whose activations alone do not fit. Compiled, in
-        # bfloat16, the backward pass needs 34 bytes per channel; with --recompute the input of each block, at least 2.
+        # Each try compiles, which takes a minute. So no size is tried whose activations alone do not fit. The backward
+        # pass needs 34 bytes per channel, compiled and in bfloat16; with --recompute it needs at least 2, for the input
+        # of each block.
         limit = min(limit, (card_bytes - ballast) // (channels * (2 if cfg.recompute else 34)))
     else:
-        # Running out of memory raises no useful error. The activations in the blocks, here about 80 bytes per channel,
-        # stay under 3 GB.
+        # Without a GPU, running out of memory raises no useful error. So the activations in the blocks, about 80 bytes
+        # per channel, stay under 3 GB.
         limit = min(limit, 2**25 // channels)
 
-    # More sequences at once are faster. Each size that is tried is at most half of the one before.
+    # More sequences at once are faster. After a size that does not fit, the next one is at most half as large.
     for B in sizes:
         if B <= limit or B == 1:
-            if rehearse(cfg, rt, loss, B, ballast):
+            if rehearse(trainer, B, ballast):
                 return B
             limit = B // 2
     tokens = f"{B} x {cfg.sequence_length} tokens"
@@ -68,15 +74,15 @@ def choose_micro_batch_size(cfg: TrainConfig, rt: Runtime, loss: Loss, reserved_
 
 
 def divisors_of_share(cfg: TrainConfig, world_size: int, max_steps: int) -> list[int]:
-    """The sizes that a micro-batch may have, the largest first, which is all sequences that a rank takes in a step.
-    Raises UserError if the step does not split evenly over the ranks, or a rank's share over its micro-batches."""
-    sequences = common_batch(max_steps, cfg)  # in every step
+    """The sizes that a micro-batch may have, the largest first. The largest is all sequences of a rank in one step.
+    Raises UserError if a step does not split evenly over the ranks, or a rank's share over its micro-batches."""
+    sequences = common_batch(cfg, max_steps)  # in every step
     if sequences % world_size:
         nearest = max(1, round(sequences / world_size)) * world_size * cfg.sequence_length
         rule = f"is {sequences} sequences of {cfg.sequence_length}, which do not split evenly over {world_size} ranks"
         raise UserError(f"--total-batch-size {cfg.total_batch_size} {rule}; use --total-batch-size {nearest}")
 
-    # A number that was asked for must divide a rank's share, so that all micro-batches have one size.
+    # --micro-batch-size must divide a rank's share, so that all micro-batches have the same size.
     share = sequences // world_size
     divisors = [d for d in range(share, 0, -1) if share % d == 0]
     B = cfg.micro_batch_size
@@ -87,42 +93,46 @@ def divisors_of_share(cfg: TrainConfig, world_size: int, max_steps: int) -> list
     return divisors
 
 
-def rehearse(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) -> bool:
-    """Whether micro-batches of B sequences fit in the memory of every rank. If the compiler fails on one, all ranks go
-    on uncompiled; on GPUs that is a UserError, because every hour of the run would cost more. Every rank must call it.
+def rehearse(trainer: Trainer, B: int, ballast: int) -> bool:
+    """Whether micro-batches of B sequences fit in the memory of every rank. If the compiler fails on one rank, all
+    ranks train without it. On GPUs that is a UserError instead, because every hour of the run would cost more. Every
+    rank must call this.
 
-    Found out in the first step, a lack of memory or of a compiler would look like a crash, which is restarted.
+    Without a rehearsal, the first step would find out that memory or a compiler is missing. That would look like a
+    crash, and train.sh would restart the run.
     """
-    # On a CPU without the compiler, nothing can fail that is not a crash.
+    # On a CPU without the compiler, there is nothing to rehearse.
+    rt, loss = trainer.rt, trainer.loss
     if rt.device.type == "cpu" and not loss.compiles:
         return True
 
-    problems = rt.gather(try_passes(cfg, rt, loss, B, ballast))
+    problems = rt.gather(try_passes(trainer, B, ballast))
     failures = [problem for problem in problems if problem not in ("", OUT_OF_MEMORY)]
     if failures:
-        # What fails without the compiler, too, such as the card, is raised here.
+        # If the passes fail without the compiler, too, as on a broken card, this raises the error.
         loss.compiles = False
-        fits = rehearse(cfg, rt, loss, B, ballast)
+        fits = rehearse(trainer, B, ballast)
         require(rt.device.type != "cuda", f"torch.compile fails ({failures[0]}); {COMPILER_FIX}")
-        print0(f"training without torch.compile, several times slower: {failures[0]}")
+        print0(f"training without torch.compile, which is slower: {failures[0]}")
         return fits
     return not any(problems)
 
 
-def try_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) -> str:
-    """What keeps this rank from the passes of a step and of validation, beside `ballast` bytes for what is allocated
-    later: nothing (""), OUT_OF_MEMORY, or what the compiler says. Leaves nothing behind but the compiled code, which
-    training reuses. Makes no collective."""
+def try_passes(trainer: Trainer, B: int, ballast: int) -> str:
+    """Run the passes of a step and of validation on this rank, with `ballast` bytes allocated for what comes later.
+    Returns "" if they succeed, OUT_OF_MEMORY, or the compiler's error. Only the compiled code remains, which training
+    reuses. This calls no collective."""
+    rt, loss = trainer.rt, trainer.loss
     reserved = None
     problem = ""
     try:
         reserved = torch.empty(ballast, dtype=torch.uint8, device=rt.device)
-        run_passes(cfg, rt, loss, B)
+        run_passes(trainer, B)
     except Exception as e:
         if machine.is_out_of_memory(e):
             problem = OUT_OF_MEMORY
         elif loss.compiles:
-            # What a compiler of C++ or C has called an error, else the beginning of what torch says.
+            # The line that a C or C++ compiler calls an error, or else the first lines of torch's message.
             lines = f"{type(e).__name__}: {e}".splitlines()
             errors = [line for line in lines if "error:" in line]
             problem = f"{' '.join(errors[:1] or lines[:2]):.200}"
@@ -139,9 +149,10 @@ def try_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int, ballast: int) 
     return problem
 
 
-def run_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int) -> None:
+def run_passes(trainer: Trainer, B: int) -> None:
     """Forward and backward over two micro-batches of zeros: the second runs beside the gradients of the first, as it
     will beside DDP's buckets. Then the forward pass of validation, which is another graph."""
+    cfg, rt, loss = trainer.cfg, trainer.rt, trainer.loss
     for tokens in torch.zeros(2, B, cfg.sequence_length + 1, dtype=torch.uint16):
         x, y = to_device(tokens, rt.device)  # (B, T) each
         with rt.autocast():
@@ -154,7 +165,7 @@ def run_passes(cfg: TrainConfig, rt: Runtime, loss: Loss, B: int) -> None:
 
 @contextmanager
 def explain_out_of_memory(rt: Runtime) -> Iterator[None]:
-    """Turn an error that would come again with the same settings into one line that says what to do."""
+    """Turn an out-of-memory error, which the same command would meet again, into one line that says what to do."""
     try:
         yield
     except RuntimeError as e:

@@ -5,7 +5,7 @@
     model, step = load_old("old.pt")   # from build-nanogpt or nanoGPT; no pickled code is run
 
 transformers has a class for OpenAI's network, and writes that itself. Any other network is exported with its code:
-model.py, wrapped by the class in weights/modeling_gpt.py. The weights have the names of model.py, but:
+model.py, wrapped by the class in checkpoints/modeling_gpt.py. The weights have the names of model.py, but:
 
     model.py                             GPT2LMHeadModel   with code: GPTForCausalLM
     -----------------------------------  ----------------  -------------------------
@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from checkpoints.checkpoint import build_model, load_tensors
 from model import GPT, VOCAB_SIZE, GPTConfig
 from system.errors import UserError, explain_errors, require
 from system.huggingface import open_hub
 from tokens import tokenizer
-from weights.checkpoint import build_model, load_tensors
 
 # Where transformers stores weights of up to 50 GB; and all files that are read of a repository.
 WEIGHTS = "model.safetensors"

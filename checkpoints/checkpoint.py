@@ -3,7 +3,7 @@
     OUT/model_{step:05d}.pt   weights in float32 and the model's config: what you copy to a laptop
     OUT/optim_{step:05d}.pt   what else resuming needs: optimizers, step, the run's config
 
-Training writes through CheckpointWriter; any model is read through weights/open_model.py:
+Training writes through CheckpointWriter; any model is read through checkpoints/open_model.py:
 
     writer = CheckpointWriter("log/gpt2-124m", keep=2)
     writer.save(500, model_file(model, 500), train_state)       # returns once the weights are copied to host memory
@@ -44,16 +44,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints.run_folder import complete_steps, describe_runs, latest_step, model_path, optim_path
 from model import GPT, GPTConfig
 from system.errors import TransientError, UserError, explain_errors, require
 from system.files import atomic_write
 from system.machine import copy_to_host
 from system.printing import print0
-from weights.run_folder import complete_steps, describe_runs, latest_step, model_path, optim_path
 
 # Stored in every file. Optimizer files of another layout have another number, and are refused.
 MODEL_FORMAT = 1
-OPTIM_FORMAT = 2  # since the state of an optimizer is stored by the names of the parameters
+OPTIM_FORMAT = 3  # since it has the facts of the run
 
 # ------------------------------------------------------------------------- reading
 
@@ -69,7 +69,7 @@ def load(path: Path) -> tuple[GPT, dict[str, Any]]:
     fix = "use an earlier checkpoint, or the model.py it was made with"
     problem = f"{path}: the weights are damaged, or do not fit the config stored with them"
     with explain_errors(problem, fix, ValueError, TypeError, KeyError):  # of whatever the file holds
-        config = GPTConfig.from_dict(content["config"])
+        config = GPTConfig.from_dict(content["config"], content.get("defaults"))
     with explain_errors(problem, fix, ValueError, RuntimeError):
         return build_model(config, weights), content
 
@@ -146,7 +146,9 @@ def model_file(model: GPT, step: int, weights: dict[str, Tensor] | None = None, 
     """The contents of model_*.pt: the weights under their own names, the model's config, the step, and `more` facts.
     weights: a state dict in float32, if other weights are meant than the model's."""
     weights = weights or model.state_dict()
-    return {"format": MODEL_FORMAT, "model": dict(weights), "config": asdict(model.config), "step": step, **more}
+    # The defaults of this version tell another version which of the settings that it does not know are off.
+    configs = {"config": asdict(model.config), "defaults": asdict(GPTConfig())}
+    return {"format": MODEL_FORMAT, "model": dict(weights), **configs, "step": step, **more}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -1,16 +1,22 @@
-"""Which checkpoints a run folder has: the one place that knows their names, and tells whole files from others.
+"""What a run folder holds: its checkpoints, by their names, and its metrics. Importing this module imports no torch.
 
-Importing it needs no torch.
+steps = complete_steps("log/gpt2-124m")                     # [250, 500]
+rows = read_metrics(Path("log/gpt2-124m/metrics.jsonl"))    # [{"step": 0, "val_loss": 10.9}, ...]
 """
 
 from __future__ import annotations
 
+import json
 import re
 import zipfile
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from system.errors import require
+
+# ------------------------------------------------------------------------- checkpoints
 
 # The step has at least five digits, and no leading zero beyond them: each step has exactly one file name.
 CHECKPOINT_FILE = re.compile(r"(?P<kind>model|optim)_(?P<step>[0-9]{5}|[1-9][0-9]{5,17})\.pt")
@@ -59,3 +65,50 @@ def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
     """The runs in a folder, for a message about one that was not found."""
     runs = sorted({str(path.parent) for path in folder.glob(f"*/{files}")})
     return f"{folder} has the runs {', '.join(runs)}" if runs else f"{folder} has no runs"
+
+
+# ------------------------------------------------------------------------- metrics
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, each with at least `step`. Skips a line that a kill has cut off, and whatever else
+    is not a row. Empty if there is no file."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """A run's config.json; empty if there is none."""
+    path = run_dir / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def read_step(run_dir: Path, step: int) -> dict[str, Any]:
+    """What a run has measured at a step; empty if nothing is known of it."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return next((row for row in rows if row["step"] == step), {})
+
+
+def best_step(run_dir: Path, steps: list[int] | None = None) -> int | None:
+    """The step of a run with the lowest val loss, of all steps or of these; None if none was measured."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get("val_loss")]
+    rows = [row for row in rows if steps is None or row["step"] in steps]
+    return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
+
+
+def describe_best(path: Path) -> str:
+    """For people who open a run folder, and so its newest weights: which of the others have a lower val loss, or ""."""
+    saved = complete_steps(path, ["model"])
+    best = best_step(path, saved)
+    if best is None or best == saved[-1]:
+        return ""
+    return f"; {model_path(path, best)} has a lower val loss"

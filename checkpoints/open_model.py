@@ -8,9 +8,9 @@ model = open_model("gpt2")                           # a name on the Hub: gpt2, 
 
 from pathlib import Path
 
+from checkpoints import checkpoint, convert, run_folder
 from model import GPT
 from system.errors import require
-from weights import checkpoint, convert, run_folder
 
 
 def open_model(name: str | Path) -> GPT:

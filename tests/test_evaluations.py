@@ -1,6 +1,7 @@
 """What evaluations measure, and the verdict on or off track."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,19 +9,22 @@ import numpy as np
 import pytest
 import torch
 from corpora import encode
-from helpers import CPU, drop_in_training_only, load_curve, parse_config, write_model
+from helpers import CPU, drop_in_training_only, load_curve, load_weights, parse_config, same_bits, write_model
 from networks import make_network
 
-from lifecycle import evaluator
+from checkpoints.run_folder import complete_steps
+from evaluation import verdict
+from evaluation.evaluations import Evaluation, Samples, Validation, make_list, measure, validate
+from lifecycle import plan
+from lifecycle.build import build_trainer
 from model import GPT
 from system.distributed import Runtime
 from tokens import shards
 from tokens.tokenizer import EOT, encoding
+from training.head import Loss
 from training.loader import Loader
-from training.loss import Loss
 from training.presets import PRESETS
-from training.validation import validate
-from weights.run_folder import complete_steps
+from training.step import Trainer
 
 
 def test_val_loss_is_the_mean_over_the_val_split(tiny_config, tiny_data, monkeypatch):
@@ -36,7 +40,7 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_config, tiny_data, monkeyp
     monkeypatch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
     for world_size, B in ((1, 4), (3, 2), (2, 64)):
         ranks = [replace(CPU, rank=rank, world_size=world_size) for rank in range(world_size)]
-        parts = [validate(Loss(model, compiles=False), data, cfg, rt, B) for rt in ranks]
+        parts = [validate(Loss(model, compiles=False), data, cfg.val_tokens, rt, B) for rt in ranks]
         assert sum(part["val_loss"] for part in parts) == pytest.approx(expected.item(), rel=1e-5)
         assert "val_bpb" not in parts[0]  # these are no ids of text
 
@@ -47,9 +51,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(tmp_path):
     tokens = encode(["naïve café: 日本語", "plain words, and more of them than fit"])
     shards.write_shard(tmp_path / "toy_val_000000.npy", np.array(tokens))
     data = Loader(tmp_path, "val", 8, 50257)
-    cfg = replace(PRESETS["gpt2-124m"], val_tokens=1024)
-
-    found = validate(lambda x, y: (None, torch.tensor(3.0)), data, cfg, CPU, 2)
+    found = validate(lambda x, y: (None, torch.tensor(3.0)), data, 1024, CPU, 2)
 
     count = len(tokens[:-1]) // 8 * 8
     read = encoding().decode_bytes([token for token in tokens[1 : count + 1] if token != EOT])
@@ -60,9 +62,34 @@ def test_eval_only_reads_as_much_as_the_model_can(tiny_config, tmp_path, capsys)
     """Sequences of 24 tokens, of which no whole number makes a batch of 256."""
     weights = write_model(tmp_path, make_network(vocab_size=256, block_size=24))
     cfg = tiny_config("--hellaswag-every 0 --val-tokens 130 --init-from", weights)
-    evaluator.evaluate_weights(cfg, CPU)
+    plan.evaluate_weights(cfg, CPU)
     output = capsys.readouterr().out
-    assert "context: 24" in output and "on 120 tokens of" in output
+    assert "context: 24" in output and str(weights) in output
+
+
+def test_two_evaluations_with_one_name_are_refused(tiny_config):
+    """The second would replace the first in metrics.jsonl."""
+    trainer = build_trainer(GPT(tiny_config().model), tiny_config(), CPU, 12)
+    with pytest.raises(ValueError, match="val_loss"):
+        measure([Validation(trainer.cfg), Validation(trainer.cfg)], trainer, "")
+
+
+def test_an_evaluation_says_what_it_costs_and_what_it_reads():
+    """Nothing is counted as free because somebody forgot it."""
+
+    class Forgetful(Evaluation):
+        def measure(self, trainer):
+            return {}, ""
+
+    with pytest.raises(TypeError, match="facts"):
+        Forgetful("forgetful", 1, tokens=0)
+    with pytest.raises(TypeError, match="tokens"):
+        type("Free", (Forgetful,), {"facts": dict})("free", 1)
+
+
+def test_a_period_of_0_leaves_an_evaluation_out(tiny_config):
+    assert [e.name for e in make_list(tiny_config("--hellaswag-every 3"))] == ["validation", "HellaSwag"]
+    assert make_list(tiny_config("--val-every 0")) == []
 
 
 # ------------------------------------------------------------------------- on track or off track
@@ -82,14 +109,14 @@ EDU = "HuggingFaceFW/fineweb-edu"
 def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, capsys, flags, source, said):
     shards.write_manifest(tmp_path, shards.Manifest(shards.Source(source), "npy", 400))
     cfg = parse_config("gpt2-124m", *flags.split(), "--data-dir", tmp_path)
-    found = evaluator.choose_reference(cfg, 19_073)
+    found = verdict.choose_reference(cfg, 19_073)
     assert said in capsys.readouterr().out and bool(found) == ("public runs" in said)
 
 
 def test_a_run_that_is_off_track_can_stop_there(train, monkeypatch, capsys):
     """After the step of the second loss in a row, which is in metrics.jsonl."""
     runs = SimpleNamespace(judge=lambda step, loss: (step not in (2, 6, 8), f"off by {loss:.3f}"))
-    monkeypatch.setattr(evaluator, "choose_reference", lambda cfg, max_steps: runs)
+    monkeypatch.setattr(verdict, "choose_reference", lambda cfg, max_steps: runs)
     run = train("run", "--val-every 2 --stop-off-track")
     output = capsys.readouterr().out
     assert "stopped by --stop-off-track at step 9 of 12" in output
@@ -111,17 +138,33 @@ def test_samples_continue_the_users_own_text(tmp_path, document, prompt):
     shards.write_shard(tmp_path / "text_val_000000.npy", np.array([EOT]))  # too short for a sequence
     shards.write_shard(tmp_path / "text_val_000001.npy", np.array(encode([document, "another text " * 20])))
 
-    found = evaluator.choose_prompt(PRESETS["finetune"], Loader(tmp_path, "val", 32, 50304))
+    cfg = replace(PRESETS["finetune"], data_dir=str(tmp_path), sequence_length=32)
+    samples = Samples(cfg, Validation(cfg))
 
-    assert encoding().decode(found) == prompt
+    assert encoding().decode(samples.prompt) == prompt
 
 
 def test_a_long_prompt_loses_its_beginning(tiny_config):
     cfg = tiny_config("--sample-prompt", "begin " + "long " * 50)
-    prompt = evaluator.choose_prompt(cfg, None)
-    assert encoding().decode(prompt) == " long" * 31 + " "
+    samples = Samples(cfg, Validation(cfg))
+    assert encoding().decode(samples.prompt) == " long" * 31 + " "
 
 
 def test_what_acts_in_training_only_does_not_act_in_an_evaluation(train, one_run, tmp_path):
     with drop_in_training_only(tmp_path / "run", without=one_run):
         train("run", "--max-steps 1")
+
+
+def test_a_checkpoint_has_the_weights_that_evaluations_measure(train, one_run, monkeypatch):
+    """As a schedule-free optimizer needs it, which evaluates other weights than it trains."""
+
+    @contextmanager
+    def evaluating(trainer):
+        trainer.state.weights["transformer.wpe.weight"].data.neg_()
+        yield
+        trainer.state.weights["transformer.wpe.weight"].data.neg_()
+
+    monkeypatch.setattr(Trainer, "evaluating", evaluating)
+    found, expected = load_weights(train("run")), load_weights(one_run)
+    assert torch.equal(found.pop("transformer.wpe.weight"), -expected.pop("transformer.wpe.weight"))
+    assert same_bits(found, expected)

@@ -1,1 +1,0 @@
-"""Weights as files: checkpoints, other layouts, and the one door through which every model is opened."""
