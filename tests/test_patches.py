@@ -2,8 +2,8 @@
 
 The first lines of a diff say with which flags its feature is on, and which tests it has besides tests/test_NAME.py:
 
-    # flags: --model.n-kv-head 2
-    # tests: tests/test_bad_input.py 'tests/test_model.py::test_cache[gpt2 n_kv_head=2]'
+    # flags: --model.first-window 4
+    # tests: tests/test_bad_input.py 'tests/test_model.py::test_cache[gpt2 first_window=2]'
     diff --git a/model.py b/model.py
 
 Each is tried on a copy of the tree. There, one pytest process runs its tests, and the last test of this file with its
@@ -24,9 +24,8 @@ import pytest
 import torch
 from helpers import ROOT, load_metrics, same_weights
 
-import train_gpt2
-from tokens import shards
-from weights import checkpoint
+from checkpoints import checkpoint
+from training.step import Trainer
 
 PATCHES = {path.stem: path for path in sorted((ROOT / "docs/patches").glob("*.diff"))}
 FLAGS_OF_THE_PATCH = "PATCH_FLAGS"  # an environment variable
@@ -68,28 +67,20 @@ def test_the_patch_applies_and_passes(tmp_path, name):
 # ------------------------------------------------------------------------- what each patch must survive
 
 
-def write_newest_format(folder):
-    """Rewrite the shards of a folder in the last format of the table, which is a patch's if it adds one."""
-    for file in shards.list_shards(folder):
-        tokens = shards.read_shard(file.path)
-        file.path.unlink()
-        shards.write_shard(file.path.with_suffix([*shards.FORMATS][-1]), tokens)
-
-
 def train_and_die(train, flags):
     """Train "killed" in a forked process, which is killed within step 7 of 12; returns the signal that it died of. Of
     two saves before, at steps 3 and 6, the later one may still be written."""
     child = os.fork()
     if child == 0:
         try:
-            set_learning_rates, steps = train_gpt2.set_learning_rates, itertools.count()
+            update, steps = Trainer.update, itertools.count()
 
-            def set_or_die(*args):
+            def update_or_die(trainer):
                 if next(steps) == 7:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return set_learning_rates(*args)
+                update(trainer)
 
-            train_gpt2.set_learning_rates = set_or_die
+            Trainer.update = update_or_die
             train("killed", *flags)
         finally:
             os._exit(1)  # it must not return into pytest
@@ -105,14 +96,13 @@ def measured(run):
 def state_of(run):
     """All that the newest checkpoint has besides the weights."""
     saved = checkpoint.read_train_state(run)
-    return [saved[key] for key in ("step", "sequences", "parts")]
+    return [saved[key] for key in ("step", "sequences", "components")]
 
 
-def test_a_killed_run_ends_with_the_same_bits(train, tiny_data, tmp_path):
+def test_a_killed_run_ends_with_the_same_bits(train, tmp_path):
     """Losses, norms and all else that is measured, weights, and each part of the state."""
     # An optimizer imports it, which takes two seconds: once, instead of in the fork and here.
     importlib.import_module("torch._dynamo")
-    write_newest_format(tiny_data)
     flags, killed = shlex.split(os.environ.get(FLAGS_OF_THE_PATCH, "")), tmp_path / "killed"
     assert train_and_die(train, flags) == signal.SIGKILL
     assert 7 not in {row["step"] for row in load_metrics(killed)}
