@@ -2,8 +2,6 @@
 
     python -m bench.speed train -- --data-dir data/stdlib       # a step of training, beside nanoGPT and build-nanogpt
     python -m bench.speed tokens 'books-*.parquet'              # fineweb.py, beside build-nanogpt's
-    python -m bench.speed samples                               # GPT-2 124M, random weights, beside transformers
-    python -m bench.speed hellaswag                             # the same, beside build-nanogpt's loop
 
 The contenders take turns, each in a process of its own, so that a slow minute of the machine affects all of them. The
 table's ratio is how many times as fast the first contender is. Run it from the project's root on a quiet machine. A
@@ -23,7 +21,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +36,8 @@ from system.settings import ArgumentParser
 # ------------------------------------------------------------------------- training
 
 # All contenders train the same network on the same tokens, in the same order, with AdamW at the same rates.
-AS_PEERS = "--optimizer adamw --micro-batch-size 16 --no-shuffle --schedule cosine".split()
+NETWORK = "quickstart --model.n-layer 4 --model.n-embd 128 --total-batch-size 4096 --micro-batch-size 16".split()
+AS_PEERS = "--optimizer adamw --no-shuffle --schedule cosine".split()
 NO_PERIODS = "--val-every 0 --hellaswag-every 0 --sample-every 0 --save-every 0".split()
 WARMUP_STEPS = 3  # the first compiles, the others warm up the caches
 TIMED_STEPS = 6
@@ -48,7 +47,7 @@ PEER_FILES = {"nanogpt-compiled": ("nanogpt", "model.py"), "build-nanogpt": ("bu
 
 def train_command(args: Namespace) -> list[str]:
     """The command line of train_gpt2.py, for all contenders."""
-    return [args.preset, *AS_PEERS, *args.flags]
+    return [*NETWORK, *AS_PEERS, *args.flags]
 
 
 def measure_training(args: Namespace, name: str) -> dict:
@@ -84,8 +83,7 @@ def run_plain(args: Namespace, name: str, steps: int) -> float:
     cfg, _, _ = parse(train_command(args))
     shared = {field.name for field in fields(train_gpt2_plain.Config)} & vars(cfg).keys()
     settings = {setting: getattr(cfg, setting) for setting in shared}
-    settings |= {"dtype": choose_dtype(args), "compile": name == "plain-compiled", "max_steps": steps}
-    settings |= {"val_every": 0, "sample_every": 0, "save_every": 0}
+    settings |= {"dtype": choose_dtype(args), "compile": name == "plain-compiled", "max_steps": steps, "val_every": 0}
     with tempfile.TemporaryDirectory() as out:
         train_gpt2_plain.train(train_gpt2_plain.Config(**settings | {"out_dir": out}))
         return last_loss(Path(out))
@@ -99,7 +97,7 @@ def run_peer(args: Namespace, name: str, steps: int) -> float:
     from lifecycle.command_line import parse
     from system import distributed
     from training.loader import Loader, to_device
-    from training.schedule import sequences_before
+    from training.schedule import at
 
     # The module with its GPT and GPTConfig; of build-nanogpt's script, the part above its data and its loop.
     source = programs.read(args.peers, *PEER_FILES[name])
@@ -120,7 +118,8 @@ def run_peer(args: Namespace, name: str, steps: int) -> float:
         forward = torch.compile(model) if name.endswith("compiled") else model
 
         data = Loader(cfg.data_dir, "train", cfg.sequence_length, cfg.model.vocab_size, shuffle=False)
-        batches = data.batches(0, lambda step: sequences_before(step, cfg), int(cfg.micro_batch_size), rt)
+        counts = (at(step, cfg, steps).sequences for step in range(steps))
+        batches = data.batches(0, counts, int(cfg.micro_batch_size), rt)
         for _ in range(steps):
             batch = next(batches)  # (micro_steps, B, T + 1)
             loss_sum = torch.zeros((), device=rt.device)
@@ -237,123 +236,6 @@ def bench_tokens(args: Namespace) -> None:
     print_results(results, rows, f"{next(iter(results.values()))[0]['tokens']:,} tokens, the same in all rows")
 
 
-# ------------------------------------------------------------------------- samples and HellaSwag
-
-SAMPLES, NEW_TOKENS, PROMPT_TOKENS, TOP_K = 4, 128, 8, 50
-# The loops of build-nanogpt would pay for planning each length on a GPU.
-NO_CUDNN = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
-
-
-def measure_work(args: Namespace, name: str) -> dict:
-    """Warm up, then generate, or score, once, with GPT-2 124M of random weights."""
-    import torch
-
-    from model import GPT, GPTConfig
-    from system import distributed
-    from system.distributed import choose_precision
-    from system.machine import supported_dtypes
-
-    os.environ.update(NO_CUDNN)
-    with distributed.session(args.device) as rt:
-        rt = choose_precision(rt, args.dtype)
-        if args.what == "samples" and args.dtype == "auto":
-            rt = replace(rt, dtype=supported_dtypes(rt.device)[0])  # as infer.py chooses
-        torch.manual_seed(0)
-        model = GPT(GPTConfig()).to(rt.device)
-        prepare = {"samples": prepare_samples, "hellaswag": prepare_hellaswag}[args.what]
-        warm_up, work, done = prepare(args, name, model, rt)
-        warm_up()
-        rt.synchronize()
-        start = time.perf_counter()
-        work()
-        rt.synchronize()
-        return {"ms": 1e3 * (time.perf_counter() - start), "done": done}
-
-
-def prepare_samples(_args: Namespace, name: str, model: Any, rt: Any) -> tuple[Callable, Callable, int]:
-    """The same random prompt for all samples: what warms up, what is timed, and how many tokens it makes."""
-    import torch
-    import transformers
-
-    from infer import prepare
-    from weights.convert import save_hf
-
-    idx = torch.randint(50257, (1, PROMPT_TOKENS), device=rt.device).repeat(SAMPLES, 1)  # (SAMPLES, T)
-    generate: Callable[[int], Any]
-    if name == "ours":
-        prepared = prepare(model, rt.device, rt.dtype)
-        generate = partial(prepared.generate, idx)
-    elif name == "transformers":
-        with tempfile.TemporaryDirectory() as folder:
-            save_hf(model, f"{folder}/export")
-            peer = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/export", dtype=rt.dtype).to(rt.device)
-        options = {"do_sample": True, "top_k": TOP_K, "eos_token_id": None, "pad_token_id": 0}
-        mask = torch.ones_like(idx)
-
-        def generate(n: int) -> None:
-            peer.generate(idx, max_new_tokens=n, attention_mask=mask, **options)
-    else:
-
-        def generate(n: int) -> None:
-            """As in build-nanogpt's loop, the whole context (B, T) goes through the model for each token."""
-            context = idx
-            for _ in range(n):
-                with torch.no_grad(), rt.autocast():
-                    logits, _ = model(context)  # (B, T, V)
-                probs = torch.softmax(logits[:, -1, :], dim=-1)  # (B, V)
-                top_probs, top_ids = torch.topk(probs, TOP_K, dim=-1)  # (B, TOP_K)
-                place = torch.multinomial(top_probs, 1)  # (B, 1)
-                context = torch.cat((context, torch.gather(top_ids, -1, place)), dim=1)  # (B, T + 1)
-
-    return partial(generate, 4), partial(generate, NEW_TOKENS), SAMPLES * NEW_TOKENS
-
-
-def prepare_hellaswag(args: Namespace, name: str, model: Any, rt: Any) -> tuple[Callable, Callable, int]:
-    """What warms up, what is timed, and how many rows it scores."""
-    import hellaswag
-
-    examples = hellaswag.load_examples(args.data, args.limit)
-    score = hellaswag.score if name == "ours" else score_one_at_a_time
-    return partial(score, model, examples[:4], rt), partial(score, model, examples, rt), len(examples)
-
-
-def score_one_at_a_time(model: Any, examples: list, rt: Any) -> Any:
-    """As in build-nanogpt's loop: the four rows of one example, padded to one length T, and logits at every position.
-
-    tokens    context ............... ending 0 ...
-              context ............... ending 1 .......
-    mask      0 0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 0 0
-    """
-    import torch
-    import torch.nn.functional as F
-
-    losses = []
-    for example in examples:
-        start = len(example.context)
-        T = start + max(len(ending) for ending in example.endings)
-        tokens = torch.zeros(4, T, dtype=torch.long)
-        mask = torch.zeros_like(tokens)
-        for i, ending in enumerate(example.endings):
-            end = start + len(ending)
-            tokens[i, :end] = torch.tensor(example.context + ending)
-            mask[i, start:end] = 1
-        tokens, mask = tokens.to(rt.device), mask.to(rt.device)
-        with torch.no_grad(), rt.autocast():
-            logits, _ = model(tokens)  # (4, T, V)
-
-        # Position t predicts token t + 1: (4, T - 1, V) -> (4, V, T - 1) -> (4, T - 1)
-        token_losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-        losses.append((token_losses * mask[:, 1:]).sum(1).tolist())
-    return torch.tensor(losses)
-
-
-def bench_work(args: Namespace) -> None:
-    results = take_turns(partial(measure_work, args), args.only, args.rounds)
-    unit = "tokens/s" if args.what == "samples" else "rows/s"
-    rows = {name: {unit: f"{1e3 * runs[0]['done'] / median_of(runs):.2f}"} for name, runs in results.items()}
-    print_results(results, rows, "GPT-2 124M")
-
-
 # ------------------------------------------------------------------------- turns, and the table
 
 
@@ -401,19 +283,10 @@ def main() -> None:
         return one
 
     train = add("train", "ours plain-compiled plain nanogpt-compiled build-nanogpt", 2, bench_training)
-    train.add_argument("--preset", default="quickstart", help="of train_gpt2.py")
     train.add_argument("flags", nargs="*", help="after --: flags of train_gpt2.py, for all contenders")
 
     tokens = add("tokens", "ours build-nanogpt", 3, bench_tokens)
     tokens.add_argument("files", nargs="+", help="parquet files with a column `text`, or patterns")
-
-    for name, contenders in (("samples", "ours transformers loop"), ("hellaswag", "ours loop")):
-        work = add(name, contenders, 3, bench_work)
-        work.add_argument("--device", default="auto", help="auto, cpu or cuda")
-        work.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-        if name == "hellaswag":
-            work.add_argument("--data", default="data/hellaswag/hellaswag_val.jsonl", help="HellaSwag's rows")
-            work.add_argument("--limit", type=int, default=48, help="rows to score")
 
     args = parser.parse_args()
     args.bench(args)
