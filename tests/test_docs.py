@@ -7,16 +7,19 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-import torch
 from corpora import read_documents
 from helpers import CPU, ROOT, TINY_FLAGS, parse_config, write_tiny_model
 
+from evaluation import evaluations
 from lifecycle import command_line
+from lifecycle.build import build_trainer
 from model import GPT
 from system import process
-from training.build import build_trainer
+from training.config import TrainConfig
 from training.presets import PRESETS
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -36,6 +39,7 @@ OTHERS = set("""
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
     val_loss_ema hf_ instance_ids DictReader field_size_limit MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
+    val_loss_books
     --gpus-per-node --constraint --exclude --local-addr --model_args --batch_size --max_steps
 """.split())  # fmt: skip
 
@@ -97,7 +101,7 @@ def test_the_script_understands_the_command(command, request, monkeypatch):
             return
         script = "train_gpt2.py"
     if script == "train_gpt2.py":
-        saved = {"config": PRESETS["quickstart"].to_dict()}
+        saved = {"config": PRESETS["quickstart"].to_dict(), "defaults": TrainConfig().to_dict()}
         monkeypatch.setattr(command_line, "read_train_state", lambda path: saved)
         command_line.parse(args)
         return
@@ -175,15 +179,27 @@ def test_the_loop_over_prompts_runs(tmp_path, capsys):
 
 def find_python(name):
     """The indented blocks of a page, but for commands of a shell and the drawing of a step."""
-    blocks = map(textwrap.dedent, re.findall(r"(?:^ {4}.*\n)+", PAGES[name], re.MULTILINE))
+    blocks = map(textwrap.dedent, re.findall(r"(?:^ {4}.*\n(?:\n(?= {8}))?)+", PAGES[name], re.MULTILINE))
     return [block for block in blocks if not re.search(r"^(?:cp|make|python) |\+->", block, re.MULTILINE)]
 
 
-def test_the_python_of_changing_the_code_runs():
-    """With the names that `train` has where the page puts it."""
-    snippets = find_python("docs/changing.md")
-    assert snippets
+def test_the_lines_for_a_value_of_the_step_set_it():
+    (snippet,) = [block for block in find_python("docs/changing.md") if "param_groups" in block]
     cfg = parse_config("quickstart", *TINY_FLAGS, "--optimizer muon")
     trainer = build_trainer(GPT(cfg.model), cfg, CPU, cfg.max_steps)
-    for snippet in snippets:
-        exec(snippet, {"trainer": trainer, "step": 0, "torch": torch})
+    exec(snippet, {"self": trainer, "now": SimpleNamespace(momentum=0.875)})
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    assert [group["momentum"] for group in groups if "momentum" in group] == [0.875, 0.875]  # Muon's
+
+
+def test_the_evaluation_of_changing_the_code_measures(tiny_data, tmp_path, monkeypatch):
+    (snippet,) = [block for block in find_python("docs/changing.md") if block.startswith("class ")]
+    names = {**vars(evaluations), "replace": replace}
+    exec(snippet, names)
+    cfg = parse_config("quickstart", *TINY_FLAGS, "--data-dir", tiny_data)
+    trainer = build_trainer(GPT(cfg.model), cfg, CPU, cfg.max_steps)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/books").symlink_to(tiny_data)
+    row, _ = evaluations.measure([evaluations.Validation(cfg), names["Books"](cfg)], trainer, "")
+    assert row["val_loss_books"] == row["val_loss"]
