@@ -4,7 +4,7 @@ python train_gpt2.py quickstart                                            # min
 torchrun --standalone --nproc_per_node=8 train_gpt2.py gpt2-124m           # GPT-2 124M on 8 GPUs
 python train_gpt2.py --resume log/gpt2-124m --max-steps 38146 --out-dir log/second     # train on
 
-`train` is the loop of train_gpt2_plain.py, with what a long run needs around it. The larger additions are marked, here,
+`train` is the loop of train_gpt2_plain.py, plus what a long run needs. The larger additions are marked, here,
 in lifecycle/build.py and in training/step.py:
 
     [memory]   what makes room for larger micro-batches
@@ -119,8 +119,8 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
                 print0(f"step {now.number}: float16 overflow at loss scale {scale}; step skipped")
             else:
                 # [safety] A network with a weight that is not a number never recovers. So the run ends here, and
-                # train.sh restarts it: an error of the hardware does not come again. The present weights may be bad
-                # already. So save them, but delete no earlier checkpoint.
+                # train.sh restarts it: an error of the hardware often does not come again. The present weights may be
+                # bad already. So save them, but delete no earlier checkpoint.
                 saver.writer.keep = 0
                 saver.finish()
                 norms = f"gradient norm {norm}, not finite on {bad_norms:g} ranks"
@@ -130,7 +130,7 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
             trainer.finish_step()
             if now.number == run.first_step:
                 # [speed] A full collection takes half a second, in which the other ranks wait. After freeze, later
-                # collections skip the objects of now.
+                # collections skip the objects that exist here.
                 gc.collect()
                 gc.freeze()
 

@@ -49,8 +49,8 @@ PROMPT_TOKENS = 8  # of --sample-prompt @val
 class Evaluation(ABC):
     """One thing that a run measures.
 
-    name: what the log and the tracker call it. period: steps between two measurements; 0 means never. tokens: how many
-    tokens a measurement reads, in forward passes without gradients. seconds: what it takes beside them.
+    name: what the log and the tracker call it. period: steps between two measurements; 0 means never. tokens: the cost
+    of a measurement, in tokens of a compiled forward pass without gradients. seconds: its cost beside those tokens.
     """
 
     def __init__(self, name: str, period: int, tokens: int, seconds: float = 0.0):
@@ -272,7 +272,7 @@ class Samples(Evaluation):
         return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
     def is_due(self, now: Step) -> bool:
-        """Not at step 0, because random weights write nothing that could be read."""
+        """Not at step 0, where the weights are usually random."""
         return now.number > 0 and super().is_due(now)
 
     def why_off(self) -> str:

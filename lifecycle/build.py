@@ -50,8 +50,8 @@ def build_trainer(
         trainer = Trainer(model, state, all_optimizers, loss, ddp_loss=loss, B=1, cfg=cfg, rt=rt, now=now)
         trainer.set_step(now)
 
-        # [memory] A micro-batch that fits. DDP comes after the rehearsal of that micro-batch: a rank that ran
-        # out of memory inside DDP would leave the other ranks waiting in a collective.
+        # [memory] A micro-batch that fits. choose_micro_batch_size tries the passes of a step. DDP comes afterwards: a
+        # rank that ran out of memory inside DDP would leave the other ranks waiting in a collective.
         trainer.B = choose_micro_batch_size(trainer, max_steps, has_state=saved is not None)
         trainer.ddp_loss = wrap_in_ddp(loss, rt)
 

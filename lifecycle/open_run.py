@@ -78,7 +78,7 @@ def open_run(asked: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | Non
         model = open_first_weights(asked)
         cfg = replace(asked, model=model.config)
 
-    # Weights are mapped from their file. Copy them, so that deleting the file (--keep) frees its space on the disk.
+    # Weights from a file are mapped from it. Copy them, so that deleting the file (--keep) frees its space on the disk.
     for p in model.parameters():
         p.data = p.data.clone()
 
@@ -167,7 +167,7 @@ def open_first_weights(cfg: TrainConfig) -> GPT:
     """The network of a new run, with random weights or those of --init-from. Raises UserError if --init-from names
     another network than the flags ask for."""
     if cfg.init_from == "scratch":
-        # Random weights depend on the seed alone. Each training step seeds the generator anew.
+        # The seed and the network determine random weights. Each training step seeds the generator anew.
         torch.manual_seed(cfg.seed)
         return GPT(cfg.model)
 

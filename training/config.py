@@ -6,7 +6,7 @@
 training/presets.py has the presets. There are two classes of settings:
 
     Recipe                settings that a resumed run must not change, because they change the weights
-    TrainConfig(Recipe)   settings that it may change, except the data, --init-from and a smaller --max-steps
+    TrainConfig(Recipe)   settings that it may change; other data or a smaller --max-steps are refused
         per_start=True    a setting for one start of the program: a resumed run does not inherit it
 
 All ranks of a run get the same command, so all settings must be equal on all ranks. A function that takes `cfg: Recipe`
@@ -71,7 +71,7 @@ class Recipe:
     grad_clip: float = setting(1.0, "largest global gradient norm; 0: no clipping")
     muon_lr: float = setting(0.02, "peak rate of the blocks' matrices with --optimizer muon; max-lr is for the rest")
     embed_lr_scale: float = setting(
-        1.0, "multiplies max-lr for the embeddings, including a tied head; an untied embedding needs more"
+        1.0, "multiplies max-lr for the embeddings, including a tied head; an untied embedding needs more than 1"
     )
     param_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",

@@ -147,7 +147,7 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output: Tensor, _):
-        """grad_output: 1 divided by the number of micro-batches, times the loss scale of float16."""
+        """grad_output: the loss scale of float16, or 1, divided by the number of micro-batches."""
         count, d_x, *d_parameters = ctx.saved_tensors
         scale = grad_output / count
         # In place, so the backward pass can run only once.

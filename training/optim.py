@@ -83,7 +83,7 @@ def choose_updates(model: GPT, cfg: Recipe) -> dict[str, Update]:
 
 def state_bytes(model: GPT, cfg: Recipe, num_shards: int = 1) -> int:
     """Bytes of the optimizers' state after the first step. With several shards, an estimate for the largest one: a
-    parameter is never split, and GPT-2's embedding has a third of all weights."""
+    parameter is never split, and the embedding of GPT-2 124M has a third of all weights."""
     sizes: dict[str, list[int]] = {}
     for name, update in choose_updates(model, cfg).items():
         sizes.setdefault(update.optimizer, []).append(model.get_parameter(name).numel())
@@ -173,8 +173,8 @@ class NamedOptimizer:
         if state.keys() != self.weights.keys():
             raise ValueError(f"it has other parameters: {', '.join(sorted(state.keys() ^ self.weights.keys()))}")
         for name, moments in state.items():
-            # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load the outer
-            # ones.
+            # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load its
+            # own groups.
             self.group_of[name].update(copy.deepcopy(self.initial_values[name] | moments.get(GROUP, {})))
             if name in self.own:
                 tensors = {key: value for key, value in moments.items() if key != GROUP}

@@ -27,12 +27,13 @@ from dataclasses import dataclass
 from system.errors import require
 from training.config import TrainConfig
 
-MIN_STEPS = 20  # --epochs must give at least this many steps: in a shorter run the rate hardly reaches its peak
+MIN_STEPS = 20  # --epochs must give at least this many steps: fewer are too few to learn from
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run, computed from its number, the settings and max_steps. A checkpoint stores the number alone."""
+    """One step of a run, computed from its number, the settings and max_steps. A checkpoint stores the
+    number, and the sequences read so far."""
 
     number: int  # how many steps come before this one
     is_last: bool  # the last iteration of the loop: it saves and evaluates, and does not train
@@ -130,6 +131,6 @@ def trapezoid_decay(step: int, max_steps: int, cfg: TrainConfig) -> float:
 
 
 # {schedule: the function that returns the decay at a step}, from 1 after the warm-up to nearly 0 at the last step. A
-# trapezoid whose cooldown begins during the warm-up starts below 1. Each function is called for warmup_steps <= step <
-# max_steps.
+# trapezoid whose cooldown begins during the warm-up starts below 1. Each function is called for steps from the
+# end of the warm-up to max_steps - 1.
 DECAYS = {"cosine": cosine_decay, "trapezoid": trapezoid_decay}

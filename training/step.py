@@ -39,8 +39,8 @@ class State:
     to continue exactly.
 
     A component has torch's two methods state_dict and load_state_dict, which every rank calls. Every component is saved
-    and loaded, and compared between ranks unless it is sharded. A checkpoint must have the same components as the
-    program that resumes from it.
+    and, if its saved state is not empty, loaded, and compared between ranks unless it is sharded. A checkpoint must
+    have the same components as the program that resumes from it.
     """
 
     weights: dict[
@@ -143,8 +143,8 @@ class Trainer:
             loss    mean cross-entropy over this rank's sequences of the step, in nats per token
             norm    L2 norm of the gradients of all parameters, before clipping; the same on all ranks
         """
-        # Dropout and the like draw random numbers. They depend on the step and the rank, so a resumed run draws the
-        # same ones.
+        # The random numbers of dropout, for example, follow from the seed, the step and the rank, so a resumed run
+        # draws the same ones.
         torch.manual_seed(self.cfg.seed + self.now.number * self.rt.world_size + self.rt.rank)
 
         local_loss = torch.zeros((), device=self.rt.device)
