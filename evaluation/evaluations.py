@@ -235,7 +235,7 @@ class HellaSwag(Evaluation):
         if self.cfg.hellaswag_data == HELLASWAG_DATA and not self.path.exists():
             return f"HellaSwag is off: no {self.path}; download it with: python hellaswag.py"
         problem = multiple_choice.why_unreadable(self.examples, self.cfg.model)
-        return problem and f"HellaSwag is off: {problem}"
+        return f"HellaSwag is off: {problem}" if problem else ""
 
     def facts(self) -> Facts:
         return {"the checksum of the HellaSwag file": Fact(f"{crc32(self.path.read_bytes()):08x}", NOTED)}

@@ -33,8 +33,10 @@ class Verdict:
     def is_lost(self, now: Step, row: dict[str, float]) -> bool:
         """Print the verdict on the val loss of this step, if there is one. Returns whether --stop-off-track should end
         the run."""
-        judged = self.reference.judge(now.number, row["val_loss"]) if self.reference and "val_loss" in row else None
-        if judged is None:
+        if self.reference is None or "val_loss" not in row:
+            return False
+        judged = self.reference.judge(now.number, row["val_loss"])
+        if judged is None:  # the public runs have no loss for this step
             return False
         is_on_track, sentence = judged
         print0(sentence)

@@ -17,7 +17,7 @@ from system.errors import UserError, require
 from system.printing import print0
 from training.config import TrainConfig
 from training.loader import to_device
-from training.optim import is_sharded, state_bytes
+from training.optim import state_bytes, uses_zero
 from training.schedule import common_batch
 from training.step import Trainer
 
@@ -41,7 +41,7 @@ def choose_micro_batch_size(trainer: Trainer, max_steps: int, has_state: bool) -
     must call this.
     """
     cfg, rt = trainer.cfg, trainer.rt
-    shards = rt.world_size if is_sharded(cfg, rt) else 1
+    shards = rt.world_size if uses_zero(cfg, rt) else 1
     reserved_bytes = 0 if has_state else state_bytes(trainer.model, cfg, shards)
     sizes = divisors_of_share(cfg, rt.world_size, max_steps)
     asked = cfg.micro_batch_size

@@ -1,6 +1,6 @@
-"""What identifies a run, as facts by name. Whatever shapes a run reports its facts: the settings, the data, the
-evaluations, the machine. All ranks must have equal facts. A resumed run must have the RESULT facts of its checkpoint,
-unless --allow-drift accepts the change:
+"""What identifies a run, as facts by name. The settings, the data, the evaluations and the machine supply facts. All
+ranks must have equal facts. A resumed run must have the RESULT facts of its checkpoint, unless --allow-drift accepts
+the change:
 
     facts = settings_facts(cfg) | {"the checksum of the data": Fact(data.fingerprint(), RESULT)}
     check_ranks(rt, facts, "give every machine the same files")     # system/distributed.py

@@ -190,7 +190,12 @@ def settings_facts(cfg: TrainConfig) -> Facts:
     facts = {flag(f"model.{name}"): Fact(str(value), RESULT) for name, value in dataclasses.asdict(cfg.model).items()}
     recipe = {field.name for field in dataclasses.fields(Recipe)}
     for field in dataclasses.fields(cfg):
-        if field.name != "model":
-            scope = RESULT if field.name in recipe else START if field.metadata.get("per_start") else NOTED
-            facts[flag(field.name)] = Fact(str(getattr(cfg, field.name)), scope)
+        if field.name == "model":
+            continue
+        scope = NOTED
+        if field.name in recipe:
+            scope = RESULT
+        elif field.metadata.get("per_start"):
+            scope = START
+        facts[flag(field.name)] = Fact(str(getattr(cfg, field.name)), scope)
     return facts

@@ -97,7 +97,7 @@ def state_bytes(model: GPT, cfg: Recipe, num_shards: int = 1) -> int:
 # ------------------------------------------------------------------------- building
 
 
-def is_sharded(cfg: TrainConfig, rt: Runtime) -> bool:
+def uses_zero(cfg: TrainConfig, rt: Runtime) -> bool:
     """Whether each rank keeps only its share of the optimizers' state (ZeRO-1, Rajbhandari et al. 2020)."""
     return cfg.zero_stage == 1 and rt.world_size > 1
 
@@ -116,7 +116,7 @@ def build_optimizers(
         groups = [{"params": tensors, **asdict(update)} for update, tensors in groups_by_update.items()]
         arguments = {"lr": cfg.max_lr, **arguments}  # Trainer.set_step sets the rate of every group
         optimizer: torch.optim.Optimizer
-        if is_sharded(cfg, rt):
+        if uses_zero(cfg, rt):
             from torch.distributed.optim import ZeroRedundancyOptimizer  # here, because the import takes over a second
 
             # A bucket: one broadcast per rank instead of one per parameter, which makes the update four times as fast.
@@ -124,7 +124,7 @@ def build_optimizers(
             optimizer = ZeroRedundancyOptimizer(groups, **arguments)
         else:
             optimizer = optimizer_class(groups, **arguments)
-        optimizers[name] = NamedOptimizer(optimizer, weights, rt, is_sharded(cfg, rt))
+        optimizers[name] = NamedOptimizer(optimizer, weights, rt, uses_zero(cfg, rt))
     return optimizers
 
 
