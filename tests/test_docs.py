@@ -10,6 +10,8 @@ import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from corpora import read_documents
 from helpers import CPU, ROOT, TINY_FLAGS, parse_config, write_tiny_model
@@ -39,7 +41,7 @@ OTHERS = set("""
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
     val_loss_ema hf_ instance_ids DictReader field_size_limit MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
-    val_loss_books
+    val_loss_books read_table to_pylist
     --gpus-per-node --constraint --exclude --local-addr --model_args --batch_size --max_steps
 """.split())  # fmt: skip
 
@@ -160,14 +162,19 @@ def test_the_lines_that_convert_to_jsonl_lose_nothing(tmp_path):
     (tmp_path / "my").mkdir()
     (tmp_path / "my/b.c").write_bytes(b"// caf\xe9")
     (tmp_path / "my.csv").write_bytes(f'\ufefftext\r\nfirst\r\n"{article}"\r\n'.encode())
+    (tmp_path / "my.txt").write_text("one line\nthe next\n")
+    pq.write_table(
+        pa.table({"question": ["why?", "how?"], "n": [1, 2], "answer": ["because", "so"]}), tmp_path / "my.parquet"
+    )
 
     lines = [line.strip() for line in PAGES["docs/data.md"].splitlines() if line.endswith("> my.jsonl")]
-    csv_line, code_line = (line.replace("python", shlex.quote(sys.executable), 1) for line in lines)
-    for line, expected in (csv_line, ["first", article]), (code_line, ["// caf\ufffd"]):
+    lines = [line.replace("python", shlex.quote(sys.executable), 1) for line in lines]
+    expected = [["first", article], ["why?\nbecause", "how?\nso"], ["one line", "the next"], ["// caf\ufffd"]]
+    for line, documents in zip(lines, expected, strict=True):
         subprocess.run(line, shell=True, cwd=tmp_path)
-        assert read_documents(converted) == expected
+        assert read_documents(converted) == documents
     (tmp_path / "my.csv").write_bytes(b"text\none\ncaf\xe9\n")
-    subprocess.run(csv_line, shell=True, cwd=tmp_path)
+    subprocess.run(lines[0], shell=True, cwd=tmp_path)
     assert not converted.read_bytes()
 
 

@@ -78,7 +78,8 @@ def read_chunks(paths: Iterable[Path], first_file: int, column: str) -> Iterator
 
 
 def explain_column(column: str, names: Iterable[str]) -> str:
-    return f"it has no column {column!r} but {', '.join(names) or 'none'}; choose one with --text-column"
+    fix = "choose one with --text-column, or join them as docs/data.md does"
+    return f"it has no column {column!r} but {', '.join(names) or 'none'}; {fix}"
 
 
 def explain_content(column: str, content: str) -> str:
