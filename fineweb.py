@@ -32,6 +32,7 @@ from tokens.shards import Manifest, Shard, Source
 from tokens.tokenizer import EOT, bulk_encoder
 
 SHARD_TOKENS = 100_000_000  # shard size of build-nanogpt and llm.c for FineWeb
+SEQUENCE_TOKENS = 1025  # of a sequence of GPT-2's length: its inputs, and the last one's target
 
 
 def parse_args() -> argparse.Namespace:
@@ -47,10 +48,17 @@ def parse_args() -> argparse.Namespace:
         help="folder for the shards, which are named after it; of a source with a name data/NAME unless given",
     )
     parser.add_argument(
+        "--val",
+        nargs="+",
+        metavar="FILE",
+        help="files or patterns for the validation split; unless given, the files or the split of --source whose name "
+        "is or ends in val, valid, validation or dev, or else the first shard",
+    )
+    parser.add_argument(
         "--shard-size",
         type=settings.whole_number,
         help="tokens per shard; unless given 1/24 of the source's bytes or 1/10 of --limit-tokens, whichever is less, "
-        f"rounded to one digit, at most {SHARD_TOKENS:,}: even small sources get several shards, the first one val",
+        f"rounded to one digit, at most {SHARD_TOKENS:,}",
     )
     formats = [suffix[1:] for suffix in shards.FORMATS]
     parser.add_argument("--format", choices=formats, default="npy", help="npy: as in build-nanogpt; bin: as in llm.c")
@@ -99,19 +107,15 @@ def write_plays(plays: Iterable[Path], folder: Path) -> Iterator[Path]:
         yield path  # the next one is asked for once this one has been read
 
 
-def plan_manifest(args: argparse.Namespace, source: Source, files: Collection[Path]) -> Manifest:
-    """The manifest of a folder that is yet to be filled. files: the local ones. With nanoGPT's val.bin among them, a
-    shard has as many tokens as that, so that it is the first one, for validation."""
+def plan_manifest(args: argparse.Namespace, source: Source) -> Manifest:
+    """The manifest of a folder that is yet to be filled."""
     shard_tokens = args.shard_size
-    vals = [path for path in files if path.name == "val.bin"]
-    if 0 < len(vals) < len(files):
-        shard_tokens = sum(len(ids) for ids, _ in tokenize(read_chunks(vals, 0, "")))
     if not shard_tokens:
-        limits = [SHARD_TOKENS, sum(file.bytes for file in source.files) / 24]
+        limits = [SHARD_TOKENS, sum(file.bytes for file in source.files[source.val_files :]) / 24]
         if args.limit_tokens:
             limits.append(args.limit_tokens / 10)
-        # Rounded to one digit, such as "4e+07"; and each shard holds at least one sequence of GPT-2's length.
-        shard_tokens = max(1025, int(float(f"{min(limits):.0e}")))
+        # Rounded to one digit, such as "4e+07".
+        shard_tokens = max(SEQUENCE_TOKENS, int(float(f"{min(limits):.0e}")))
     return Manifest(source, args.format, shard_tokens, args.limit_tokens)
 
 
@@ -155,6 +159,11 @@ def find_finished(out: Path, planned: Manifest) -> Manifest:
 #     chunks      [          chunk          ][           chunk          ]
 #     shards      [    val    ][   train 1   ][   train 2   ][ the rest ]
 #
+# If files are the validation split, they come first, and their last shard ends with them:
+#
+#     files       valid.txt                    | train.txt
+#     shards      [    val 0    ][ val 1, rest ][   train 2   ][ the rest ]
+#
 # Tokenizing and writing overlap: while a shard and the manifest that lists it are written, a thread fills the next one.
 #
 #     tokenize    | shard 0 | shard 1 | shard 2 | ...
@@ -191,6 +200,11 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
     file, position = -1, 0  # how many ids of that file have come
     for ids, file_of_ids in tokenize(chunks):
         if file_of_ids != file:
+            if filled and file < manifest.source.val_files <= file_of_ids:
+                yield shard[:filled], {"file": file, "token": position}
+                left -= filled
+                shard = np.empty(min(manifest.shard_tokens, left), np.uint16)
+                filled = 0
             file, position = file_of_ids, 0
         while left and len(ids):
             # What is skipped, or fits into this shard, and the rest.
@@ -215,6 +229,12 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
         yield shard[:filled], {"file": file, "token": position}
 
 
+def choose_split(source: Source, index: int, end: dict[str, int]) -> str:
+    """The split of a shard: its number, and where in the source it ends."""
+    is_val = end["file"] < source.val_files if source.val_files else index == 0
+    return "val" if is_val else "train"
+
+
 def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manifest:
     """Make the shards that the manifest does not list yet. Raises UserError.
 
@@ -234,7 +254,7 @@ def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manif
     for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
         # OUT_val_000000, then OUT_train_000001, ...
         index = len(manifest.shards)
-        split = "train" if index else "val"
+        split = choose_split(manifest.source, index, end)
         path = out / f"{out.resolve().name}_{split}_{index:06d}.{manifest.format}"
         # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists
         # the shard, and it is written again.
@@ -245,8 +265,19 @@ def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manif
         shards.write_manifest(out, manifest)
         print0(f"wrote {path}")
 
-    has_text = any(shard.tokens > shard.documents for shard in manifest.shards)
-    require(has_text, f"there is no text in {manifest.source.files[0].path}; give another --source")
+    # Each split must have a sequence of GPT-2's length, or a shard of a smaller --shard-size.
+    needed = min(SEQUENCE_TOKENS, manifest.shard_tokens)
+    tokens = {"val": 0, "train": 0}
+    for index, shard in enumerate(manifest.shards):
+        tokens[choose_split(manifest.source, index, shard.end)] += shard.tokens
+    if min(tokens.values()) < needed:
+        # Without these shards, the same folder can take a larger text.
+        for shard in manifest.shards:
+            (out / shard.file).unlink()
+        shards.write_manifest(out, replace(manifest, shards=[]))
+        problem = f"too little text in {manifest.source.files[0].path}: val has {tokens['val']:,} tokens and train"
+        fix = "give more text; 400 KB of English, 100,000 tokens, train a small network"
+        raise UserError(f"{problem} {tokens['train']:,}, and each needs {needed:,}; {fix}")
     # `complete` comes last: it says that no shard is missing.
     manifest = replace(manifest, complete=True)
     shards.write_manifest(out, manifest)
@@ -257,21 +288,23 @@ def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manif
 def main() -> None:
     args = parse_args()
     name = args.source[0]
-    files = sources.find_files(args.source)
+    files, val_files = sources.find_files(args.source, args.val)
     if files and name not in sources.INSTALLED:
         require(args.out, "--source has files: also say where their shards go, as in --out data/my")
         name = "files"
     out = Path(args.out or f"data/{name.rpartition('/')[2]}")
 
     if files:
-        source = sources.describe_files(name, files, args.text_column)
+        source = sources.describe_files(name, files, val_files, args.text_column)
     else:
         dataset = sources.HUB_DATASETS.get(name) or sources.HubDataset(name)
         args.limit_tokens = args.limit_tokens or dataset.limit_tokens
         source = sources.describe_hub(dataset, args.subset, args.split, args.text_column, shards.read_manifest(out))
     for file in source.files:
         find_reader(Path(file.path))
-    planned = plan_manifest(args, source, files)
+    if source.val_files:
+        print0(f"validation split: {', '.join(file.path for file in source.files[: source.val_files]):.300}")
+    planned = plan_manifest(args, source)
     with lock_folder(out):
         manifest = find_finished(out, planned)
         if not manifest.complete:

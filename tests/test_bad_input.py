@@ -93,10 +93,10 @@ TABLE = """
 1 | fineweb.py --source text.txt                           | --out
 1 | fineweb.py --source text.txt bad.xml --out NEW         | bad.xml
 1 | fineweb.py --source bad.jsonl --out NEW                | bad.jsonl (line 2
-1 | fineweb.py --source empty.jsonl --out NEW              | no text in empty.jsonl
-1 | fineweb.py --source empty.txt --out NEW                | no text in empty.txt
-1 | fineweb.py --source separated.txt --out NEW            | no text in separated.txt
-1 | fineweb.py --source rows.jsonl --out NEW               | no text in rows.jsonl
+1 | fineweb.py --source empty.jsonl --out NEW              | too little text in empty.jsonl
+1 | fineweb.py --source empty.txt --out NEW                | too little text in empty.txt
+1 | fineweb.py --source separated.txt --out NEW            | too little text in separated.txt
+1 | fineweb.py --source rows.jsonl --out NEW               | too little text in rows.jsonl
 1 | fineweb.py --source OWNER/NAME --out NEW               | 127.0.0.1:9
 1 | fineweb.py --source tiny --out NEW                     | 'tiny/*.txt'
 2 | fineweb.py --source text.txt --shard-size 1.5          | --shard-size

@@ -150,18 +150,84 @@ def test_default_shard_size(row):
     source_bytes, limit, shard_tokens = map(int, row)
     source = Source("files", files=[SourceFile("a", source_bytes), SourceFile("b", 0)])
     args = Namespace(limit_tokens=limit, shard_size=None, format="npy")
-    assert fineweb.plan_manifest(args, source, []).shard_tokens == shard_tokens
+    assert fineweb.plan_manifest(args, source).shard_tokens == shard_tokens
 
 
-def test_nanogpts_validation_split_is_the_first_shard(tmp_path):
-    """In whatever order the files are named, and if train.bin alone is. In a shard, EOT begins a document."""
-    ids = {"train.bin": [*range(0, 50_000, 97), EOT] * 3, "val.bin": [*range(5, 50_000, 197), EOT]}
+# ------------------------------------------------------------------------- the validation split
+
+
+def read_split(out: Path, split: str) -> list[int]:
+    return np.concatenate([shards.read_shard(file.path) for file in shards.find_shards(out, split)]).tolist()
+
+
+# Files of a source | flags after --source | those that are the validation split.
+VALIDATION = """
+a-train.txt a-valid.txt               | *.txt                   | a-valid.txt
+train.jsonl validation.jsonl          | train.jsonl v*.jsonl     | validation.jsonl
+b.txt carnival.txt x.dev.txt.gz       | *.txt.gz *.txt          | x.dev.txt.gz
+b.txt c.txt d_VAL.txt e-val.txt       | *.txt                   | d_VAL.txt e-val.txt
+b.txt c-valid.txt held.txt            | *.txt --val held.txt    | held.txt
+b.txt x/held.txt                      | b.txt --val x/*.txt     | x/held.txt
+val-00-of-02.parquet a.txt            | *.txt *.parquet         | val-00-of-02.parquet
+"""
+
+
+@pytest.mark.parametrize("names, flags, val", read_table(VALIDATION))
+def test_validation_files_are_the_val_split_and_nothing_else_is(tmp_path, monkeypatch, names, flags, val):
+    """The val files have more tokens than one shard holds, and do not fill the last one."""
+    monkeypatch.chdir(tmp_path)
+    documents = {name: [f"text {i} of {name}" for i in range(99)] for name in names.split()}
+    for name, texts in documents.items():
+        write_documents(Path(name), texts)
+    run_fineweb(f"--source {flags} --shard-size 500 --out out")
+
+    assert read_split(Path("out"), "val") == encode([text for name in val.split() for text in documents.pop(name)])
+    train = read_split(Path("out"), "train")
+    assert sorted(train) == sorted(encode([text for texts in documents.values() for text in texts]))
+
+
+def test_nanogpts_val_bin_is_the_val_split(tmp_path):
+    """Also if train.bin alone is named. In a shard, EOT begins a document."""
+    ids = {"train.bin": [*range(0, 50_000, 37), EOT] * 3, "val.bin": [*range(5, 50_000, 47), EOT]}
     train, val = [write_token_file(tmp_path / "nano" / name, content) for name, content in ids.items()]
     for number, sources in enumerate([(train,), (train, val), (val, train)]):
         out = tmp_path / f"out{number}"
         run_fineweb("--source", *sources, "--out", out)
-        assert shards.read_shard(out / f"out{number}_val_000000.npy").tolist() == [EOT, *range(5, 50_000, 197)]
-        assert read_tokens(out) == [EOT, *range(5, 50_000, 197), EOT, *ids["train.bin"][:-1]]
+        assert read_split(out, "val") == [EOT, *range(5, 50_000, 47)]
+        assert read_split(out, "train") == [EOT, *ids["train.bin"][:-1]]
+
+
+def test_a_text_that_is_too_small_leaves_a_folder_for_a_larger_one(tmp_path):
+    """A split needs 1,025 tokens, and here the train split has two fewer. No shard stays."""
+    out, path = tmp_path / "out", tmp_path / "a.txt"
+    for words in (10, 2047):  # a token each, after EOT
+        path.write_text("a" + " a" * words)
+        with refused(f"{min(words + 2, 1025):,} tokens and train {max(0, words + 2 - 1025):,}.* 1,025"):
+            run_fineweb("--source", path, "--out", out)
+        assert list(read_bytes(out)) == ["manifest.json"]
+
+    path.write_text("a" + " a" * 2048)
+    run_fineweb("--source", path, "--out", out)
+    assert (len(read_split(out, "val")), len(read_split(out, "train"))) == (1025, 1025)
+
+
+def test_the_same_files_elsewhere_are_the_same_source(tmp_path, text_file):
+    """A copy has other times. An edit that keeps the size makes another source."""
+    command = ("--shard-size 50 --out", tmp_path / "out", "--source")
+    run_fineweb(*command, text_file)
+    before = read_bytes(tmp_path / "out")
+    copy = tmp_path / "elsewhere" / "a.txt"
+    copy.parent.mkdir()
+    shutil.copyfile(text_file, copy)
+    os.utime(copy, (1, 1))
+    run_fineweb(*command, copy)
+    assert read_bytes(tmp_path / "out") == before
+
+    times = os.stat(text_file)
+    text_file.write_text(text_file.read_text().replace("some", "else"))
+    os.utime(text_file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with refused("other files;"):
+        run_fineweb(*command, text_file)
 
 
 def test_reading_stops_at_the_limit():
@@ -192,6 +258,7 @@ def source(tmp_path):
     hold several files."""
     files = [write_documents(tmp_path / "src" / f"{i}{SUFFIXES[i]}", make_documents(i, 9)) for i in range(5)]
     files += [write_documents(tmp_path / "src" / f"w{i}.txt", [f"small {i}"]) for i in range(90)]
+    files.append(write_documents(tmp_path / "src" / "valid.jsonl", make_documents(6, 3)))
     return ["--source", *files, "--shard-size 7000 --limit-tokens 30000 --out", tmp_path / "out"]
 
 
@@ -216,7 +283,7 @@ def test_a_crash_at_every_write_changes_nothing(tmp_path, source, monkeypatch):
 def test_a_damaged_shard_is_made_again(tmp_path, source):
     """One that is cut, or shorter. A missing one is tested with the plays."""
     out = tmp_path / "out"
-    shard = out / "out_train_000001.npy"
+    shard = out / "out_train_000002.npy"
     run_fineweb(*source)
     expected = read_bytes(out)
     for damage in (lambda: shard.write_bytes(b"cut"), lambda: shards.write_shard(shard, np.arange(9))):
@@ -237,6 +304,7 @@ OTHER_PARAMETERS = """
 --limit-tokens 160 | 150, not 160
 --format bin       | npy, not bin
 --text-column body | text, not body
+--val b.txt        | other files, with val_files 0, not 1
 """
 
 
@@ -252,11 +320,6 @@ def test_other_parameters_are_refused_by_name(tmp_path, text_file, monkeypatch):
         with refused(message):
             run_fineweb(flags, change)
     assert read_bytes(tmp_path / "out") == before
-
-    # An edit that keeps the size makes another revision.
-    text_file.write_text(text_file.read_text().replace("some", "else"))
-    with refused("other files;"):
-        run_fineweb(flags)
 
 
 def test_a_folder_that_others_use_is_left_alone(tmp_path, text_file):

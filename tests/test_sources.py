@@ -44,7 +44,7 @@ def test_patterns_name_files_in_order_and_each_once(tmp_path, monkeypatch):
         (tmp_path / name).write_text("text")
     (tmp_path / "c/latest").symlink_to("2024")
     (tmp_path / "c/2024/loop").symlink_to("../2024")
-    files = find_files(["c/2023/b[1].txt", "c/*/*.txt", "c/**", str(tmp_path / "c/2024/a.txt")])
+    files, _ = find_files(["c/2023/b[1].txt", "c/*/*.txt", "c/**", str(tmp_path / "c/2024/a.txt")])
     names = ["c/2023/b[1].txt", "c/2023/a.txt", "c/2024/a.txt"]
     assert [path.resolve() for path in files] == [tmp_path / name for name in names]
     assert list(files.values()) == ["b[1].txt", "a.txt", "a.txt"]
@@ -133,7 +133,7 @@ def test_a_dataset_with_a_name_is_a_folder_of_parquet_in_order(tmp_path, hub, so
     hub.add_hostile_file(f"{subset}../../../x.parquet")
 
     out = tmp_path / "out"
-    run_fineweb("--source", source, "--out", out)
+    run_fineweb("--source", source, "--shard-size 9 --out", out)
 
     manifest = shards.read_manifest(out)
     assert (manifest.source.name, manifest.source.subset, manifest.limit_tokens) == (repo, subset, limit)
@@ -146,7 +146,7 @@ def test_a_dataset_with_a_name_is_a_folder_of_parquet_in_order(tmp_path, hub, so
 
 # Flags | the documents of the files. Without a card their names decide.
 SPLITS = """
---subset english                    | part-b/0 part-a/0 part-a/1
+--subset english                    | held-out/one part-b/0 part-a/0 part-a/1
 --subset english --split validation | held-out/one
 --source owner/mine                 | train-0 train-1
 """
@@ -157,7 +157,7 @@ def test_the_card_says_which_files_a_split_has(tmp_path, hub, flags, documents):
     for name in ("train-0", "test-0", "train-1"):
         write_documents(hub.repos / "mine" / f"{name}.jsonl.gz", [name])
     out = tmp_path / "out"
-    command = ("--out", out, "--source", "owner/web")
+    command = ("--shard-size 3 --out", out, "--source", "owner/web")
     run_fineweb(*command, flags)
     assert read_tokens(out) == encode(documents.split())
 

