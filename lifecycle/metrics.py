@@ -57,6 +57,7 @@ class MetricsLogger:
             self.path = run.cfg.run_dir / "metrics.jsonl"
             self.measured_at_start = read_step(run.cfg.run_dir, run.first_step)
             self.file: BinaryIO | None = None  # opened when the first line is written
+            self.unwritten = b""  # what a full disk has not taken yet
             self.log_to_tracker = TRACKERS[run.cfg.tracker](run.cfg, run.first_step)
 
     def log_step(self, now: Step, row: dict[str, Any], seconds: float, waited_s: float) -> None:
@@ -101,16 +102,15 @@ class MetricsLogger:
             row = self.measured_at_start | row
         # JSON has no NaN and no infinity, which a skipped step of float16 may have: write null.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self.unwritten += json.dumps(finite).encode() + b"\n"
         with warn_on_error():
             if self.file is None:
                 # Drop the lines of steps that this run repeats.
                 kept = [json.dumps(old) + "\n" for old in read_metrics(self.path) if old["step"] < self.run.first_step]
                 with atomic_write(self.path) as f:
                     f.write("".join(kept).encode())
-                self.file = open(self.path, "ab")
-            # Flush at once, so that a kill loses no line. A line that does not fit on a full disk stays in the buffer.
-            self.file.write(json.dumps(finite).encode() + b"\n")
-            self.file.flush()
+                self.file = open(self.path, "ab", buffering=0)
+            self.write_lines()
         with warn_on_error():
             values = {k: v for k, v in row.items() if k != "step" and v is not None}
             self.log_to_tracker(row["step"], values)
@@ -126,7 +126,13 @@ class MetricsLogger:
         checkpoint writes the later lines again, but not the earlier ones."""
         with warn_on_error():
             if self.file:
+                self.write_lines()
                 os.fsync(self.file.fileno())
+
+    def write_lines(self) -> None:
+        """Write at once, so that a kill loses no line. A full disk takes a part or nothing; the rest follows later."""
+        written = self.file.write(self.unwritten)
+        self.unwritten = self.unwritten[written:]
 
 
 # ------------------------------------------------------------------------- trackers

@@ -37,7 +37,8 @@ PATH_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 # What a disk, a network volume or the machine may have for a while: the same command may succeed later.
-TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, *DISK_FULL}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from system.errors import PATH_ERRORS, TransientError, UsageError, UserError
+from system.errors import DISK_FULL, PATH_ERRORS, TransientError, UsageError, UserError
 from system.printing import env_number, printable
 
 
@@ -71,6 +71,10 @@ def run(main: Callable[[], object]) -> int:
         message, status = traceback.format_exc(), "system_error"
         if isinstance(e, OSError) and e.errno in PATH_ERRORS:
             e = UserError(f"{e}; choose another path (for what is written: --out-dir or --out)")
+        if isinstance(e, OSError) and e.errno in DISK_FULL:
+            e = TransientError(
+                f"{e}: the disk is full or a quota is used up; make room, then run the same command again"
+            )
         if isinstance(e, UserError):
             message = f"error: {e}"
             if not isinstance(e, TransientError):

@@ -51,14 +51,14 @@ def test_a_step_is_logged_with_speed_time_and_cost(tmp_path, capsys, monkeypatch
 
 
 def test_a_full_disk_delays_lines_but_not_the_run(tmp_path):
-    """A piece of a line would spoil the next one, too."""
+    """More lines than a buffer holds, and a piece of a line, which would spoil the next one, too."""
     logger = make_logger(tmp_path)
     logger.write({"step": 0})
     with limit_file_size(logger.path.stat().st_size + 5):
-        logger.write({"step": 1})
-        logger.flush()
-    logger.write({"step": 2})
-    assert load_metrics(tmp_path) == [{"step": step} for step in range(3)]
+        for step in range(1, 1000):
+            logger.write({"step": step})
+    logger.flush()  # as before a checkpoint
+    assert load_metrics(tmp_path) == [{"step": step} for step in range(1000)]
 
 
 # ------------------------------------------------------------------------- trackers
