@@ -73,6 +73,7 @@ TABLE = """
 1 | TRAIN --device cuda:x                                  | --device cuda:x
 1 | TRAIN --data-dir none                                  | none
 1 | TRAIN --data-dir cut                                   | cut/cut_train_000001.npy
+1 | TRAIN --data-dir data/fineweb                          | pull-data kjj0/fineweb10B-gpt2 data/fineweb
 1 | TRAIN --hellaswag-every 5 --hellaswag-data none.jsonl  | none.jsonl
 1 | TRAIN --init-from none.pt                              | none.pt
 1 | train_gpt2.py finetune --data-dir tiny --out-dir NEW --init-from small --sequence-length 16 | --sequence-length 16

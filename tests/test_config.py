@@ -67,9 +67,8 @@ RECIPES = {
     "untied-124m": """
         model.tied_head=False total_batch_size=262144 total_steps=38146 max_lr=6e-4 min_lr=6e-5 warmup_steps=700
         val_every=100 sample_every=1000 save_every=2000 schedule=cosine optimizer=adamw""",
-    # nanoGPT, finetune_shakespeare
-    "finetune": """
-        init_from=gpt2 sequence_length=1024 max_lr=3e-5 optimizer=adamw schedule=cosine""",
+    # nanoGPT, finetune_shakespeare, which begins from gpt2-xl, and keeps its rate constant
+    "finetune": "sequence_length=1024 max_lr=3e-5 optimizer=adamw",
     # DDP-BASEMODEL-TRAIN, its sanity run
     "overfit": """
         overfit_single_batch=True total_steps=200 total_batch_size=512 schedule=cosine optimizer=adamw max_lr=3e-3""",

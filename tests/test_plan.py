@@ -150,7 +150,7 @@ llmc-124m    | 8xH100      | 138
 record8-124m | 8xH100      | 142
 record8-124m | 8xH100      | 155
 record8-124m | 8xH200      | 144
-eager        | 2xH100      | 755
+eager        | 2xH100      | 793
 xl           | 8xH100      | 2700
 llmc-124m    | 8xA100      | 300
 record8-124m | 4xA100      | 649

@@ -36,6 +36,8 @@ MANIFEST = "manifest.json"
 VERSION = 2  # of the manifest: whoever changes which tokens a source gives raises it
 SHA256 = re.compile("[0-9a-f]{64}")
 REPAIR = "run the command that made or pulled the folder again"
+# Repositories of the Hub with the shards of a folder that presets read by default.
+READY_MADE = {"fineweb-edu": "kjj0/finewebedu10B-gpt2", "fineweb": "kjj0/fineweb10B-gpt2"}
 # The first word of llm.c's shards (dataloader.h), and of DDP-BASEMODEL-TRAIN's (data_common.py), otherwise the same.
 BIN_MAGICS = (20240520, 20250211)
 BIN_VERSION = 1
@@ -53,7 +55,8 @@ def map_npy(path: Path) -> np.memmap:
 def map_bin(path: Path) -> np.memmap:
     header = np.fromfile(path, "<u4", BIN_HEADER_WORDS)
     magic, version, n = header[:3].tolist()
-    problem = f"its first words are {magic} and {version}, not llm.c's {BIN_MAGICS[0]} and {BIN_VERSION}"
+    known = " or ".join(map(str, BIN_MAGICS))
+    problem = f"its first words are {magic} and {version}, not {known} and {BIN_VERSION}"
     require(magic in BIN_MAGICS and version == BIN_VERSION, problem)
     return np.memmap(path, "<u2", "r", header.nbytes, n)
 
@@ -230,6 +233,9 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     of them has a suffix that is not in FORMATS."""
     data_dir = Path(data_dir)
     fix = f"fineweb.py makes one: python fineweb.py --source SOURCE --out {shlex.quote(str(data_dir))}"
+    if data_dir.name in READY_MADE:
+        fix = f"make it: python fineweb.py --source {data_dir.name} --out {shlex.quote(str(data_dir))}; or pull its "
+        fix += f"tokens: python hub.py pull-data {READY_MADE[data_dir.name]} {shlex.quote(str(data_dir))}"
     require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
     # By number, as x_train_1000000 comes after x_train_999999.
     numbered = []
