@@ -131,6 +131,7 @@ class MetricsLogger:
 
     def write_lines(self) -> None:
         """Write at once, so that a kill loses no line. A full disk takes a part or nothing; the rest follows later."""
+        assert self.file
         written = self.file.write(self.unwritten)
         self.unwritten = self.unwritten[written:]
 
