@@ -19,6 +19,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import system  # noqa: F401  # first
+
+# isort: split
 import numpy as np
 
 from system import process, settings

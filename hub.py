@@ -21,6 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import system  # noqa: F401  # first
+
+# isort: split
 from checkpoints import checkpoint, convert, run_folder
 from checkpoints.run_folder import CHECKPOINT_FILE, complete_steps, model_path, newest_model, optim_path
 from model import GPT

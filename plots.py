@@ -17,6 +17,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
+import system  # noqa: F401  # first
+
+# isort: split
 import numpy as np
 
 from checkpoints import run_folder

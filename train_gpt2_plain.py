@@ -28,6 +28,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
+import system  # noqa: F401  # first
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist

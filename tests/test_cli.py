@@ -180,3 +180,10 @@ def test_a_duration_is_read_or_refused():
     for text in ("5 minutes", "3m2h", "-1"):
         with refused(text):
             parse_duration(text)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("*.py") if path.name != "model.py"))
+def test_a_python_without_the_packages_is_one_line(script):
+    """As that of a terminal in which .venv is not active."""
+    done = subprocess.run([sys.executable, "-S", script, "-h"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and ". .venv/bin/activate" in done.stderr
