@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from difflib import get_close_matches
 from fractions import Fraction
 from math import inf
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -88,7 +89,12 @@ class ArgumentParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         # --max_lr=a_b -> --max-lr=a_b
         words = [re.sub(r"^--[\w.-]+", lambda match: match[0].replace("_", "-"), word) for word in words]
-        return super().parse_known_args(words, namespace)
+        namespace, unknown = super().parse_known_args(words, namespace)
+        for word in unknown:
+            near = get_close_matches(word.partition("=")[0], re.findall(r"--[\w.-]+", self.format_help()), 1, 0.85)
+            if near:
+                raise UsageError(f"no flag {word}; did you mean {near[0]}?")
+        return namespace, unknown
 
 
 class Switch(argparse.Action):

@@ -104,6 +104,9 @@ TABLE = """
 2 | fineweb.py --source text.txt --limit-tokens inf        | --limit-tokens
 2 | TRAIN --compile=False                                  | docs/coming-from.md
 2 | TRAIN --batch_size 32                                  | docs/coming-from.md
+2 | TRAIN --max_step 32                                    | no flag --max-step; did you mean --max-steps?
+2 | infer.py small --temprature=1 once                     | no flag --temprature=1; did you mean --temperature?
+2 | hub.py push-model small OWNER/NAME --with-optimiser    | did you mean --with-optimizer?
 1 | hellaswag.py --limit -1                                | --limit -1
 1 | hellaswag.py --data empty.jsonl                        | empty.jsonl
 1 | hellaswag.py --data NEW --url http://127.0.0.1:9/x     | http://127.0.0.1:9/x
