@@ -20,10 +20,10 @@ TORCH_INDEX := https://download.pytorch.org/whl
 PYTEST_ARGS ?= -n 3 --dist worksteal
 TRAIN_ARGS ?=
 
-.PHONY: help install quickstart test lint torture gpu-report clean
+.PHONY: help install quickstart gpt2-124m record8-124m test lint torture gpu-report clean
 
 help: ## print this list of targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "%-24s%s\n", $$1, $$2}' Makefile
 
 install: .venv/.installed ## make .venv with the pinned packages, in some minutes
 
@@ -62,6 +62,26 @@ quickstart: .venv/.installed ## tokens, minutes of training, samples, curves; no
 	@echo '      python infer.py log/quickstart $(PROMPT)'
 	@echo '      python train_gpt2.py quickstart --data-dir data/$(CORPUS) --max-steps 1000 --out-dir log/longer'
 	@echo 'and look at log/quickstart/curves.png'
+
+# From a rented machine to a run in the background. What is done already is skipped, so the same command goes on after
+# anything. The variables of train.sh (PUSH_TO, REMOVE_POD, GPU_HOUR_USD, ...) pass through.
+gpt2-124m: DATA = data/fineweb-edu
+gpt2-124m: TOKENS = kjj0/finewebedu10B-gpt2 $(DATA)
+gpt2-124m: NEEDS_GB = 30
+record8-124m: DATA = data/fineweb
+record8-124m: TOKENS = kjj0/fineweb10B-gpt2 $(DATA) --limit-shards 25
+record8-124m: NEEDS_GB = 12
+gpt2-124m record8-124m: .venv/.installed ## on a machine with GPUs: install, check, price, fetch the data, start train.sh
+	@[ -n "$(NVIDIA)" ] || { echo 'error: this machine has no NVIDIA GPU; on a CPU: make quickstart' >&2; exit 1; }
+	@[ -e $(DATA) ] || [ "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -gt $(NEEDS_GB)000000 ] || \
+		{ echo 'error: tokens and checkpoints need $(NEEDS_GB) GB, and this disk has less' >&2; exit 1; }
+	[ -z "$$PUSH_TO" ] || $(PY) hub.py check "$$PUSH_TO"
+	[ -e log/$@/config.json ] || $(PY) -m torch.distributed.run --standalone --nproc_per_node="$${NPROC:-gpu}" \
+		train_gpt2.py $@ --dry-run $${GPU_HOUR_USD:+--gpu-hour-usd $$GPU_HOUR_USD} $(TRAIN_ARGS)
+	$(PY) hellaswag.py
+	[ -e $(DATA)/manifest.json ] || [ -e $(DATA)/.pulled ] || { $(PY) hub.py pull-data $(TOKENS) && \
+		touch $(DATA)/.pulled; } || { echo 'to make them instead: .venv/bin/python fineweb.py --out $(DATA)'; exit 1; }
+	./train.sh $@ $(TRAIN_ARGS)
 
 test: .venv/.installed-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -218,7 +218,7 @@ def write_random_walk_shards(folder: Path) -> Path:
 
 def make_shards(folder: Path, seed: int = 0, size: int = 20_000) -> Path:
     """A folder of three shards of `size` random GPT-2 tokens each, with the manifest that fineweb.py would write."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     entries = []
     for i, split in enumerate(("val", "train", "train")):

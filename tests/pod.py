@@ -30,6 +30,7 @@ case $* in
 *device_count*) echo 2 ;;
 *max_steps*config.json) exec python3 "$@" ;;
 *hub.py\ check*) [[ -z ${NO_TOKEN-} ]] ;;
+*hub.py\ pull-data* | *hellaswag.py* | *--dry-run*) echo "$@" >>"$POD/prepared"; eval "${PREPARING:-true}" ;;
 *hub.py*) echo "${@:2}" >>"$POD/pushed"; eval "${HUB_DOES:-true}" ;;
 *)  echo "${@:3}" >>"$POD/starts"
     echo "$TRAIN_START_TIME" >>"$POD/times"

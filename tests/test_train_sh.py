@@ -5,7 +5,9 @@ pod.py has stand-ins for what it calls. The last test has every real part but th
 
 import fcntl
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +15,12 @@ import time
 
 import pytest
 from faults import hub_server
-from helpers import ROOT, TINY_FLAGS, make_shards, read_table, write_script
+from helpers import ROOT, TINY_FLAGS, make_hellaswag_rows, make_shards, read_table, write_jsonl, write_script
 from pod import Pod, is_alive
 from processes import rank_pids, wait_for
 
 from checkpoints.run_folder import latest_step
+from training.config import HELLASWAG_DATA
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -313,16 +316,65 @@ def test_another_version_of_runpodctl(rented, known, removed):
     assert ("$20.00" in last_line) == (not removed)
 
 
+PREPARED = """\
+-m torch.distributed.run --standalone --nproc_per_node=2 train_gpt2.py record8-124m --dry-run \
+--gpu-hour-usd 2.5 --max-steps 9
+hellaswag.py
+hub.py pull-data kjj0/fineweb10B-gpt2 data/fineweb --limit-shards 25
+"""
+
+
+def test_make_prepares_a_rented_machine_and_starts(pod):
+    """The first try ends at the tokens, and the second goes on there. What is done already is not done again."""
+    pod.call("--help")  # writes train.sh
+    project = pod.root / "project"
+    shutil.copy(ROOT / "Makefile", project)
+    (project / "data/fineweb").mkdir(parents=True)
+
+    def make(nvidia="/dev/nvidia0", **settings):
+        words = ["-o", ".venv/.installed", "record8-124m", f"NVIDIA={nvidia}", "TRAIN_ARGS=--max-steps 9"]
+        env = {**pod.env, "NPROC": "2", "GPU_HOUR_USD": "2.5", **settings}
+        return subprocess.run(["make", *words], cwd=project, env=env, capture_output=True, text=True)
+
+    assert make(nvidia="").returncode and make(PUSH_TO="me/x", NO_TOKEN="1").returncode
+    assert not pod.read("prepared")
+    failed = make(PREPARING="[[ $* != *pull-data* ]]")
+    assert failed.returncode and "fineweb.py --out data/fineweb" in failed.stdout and not pod.read("starts")
+    assert pod.read("prepared") == PREPARED
+
+    (project / "log/record8-124m").mkdir(parents=True)
+    (project / "log/record8-124m/config.json").touch()
+    for _ in range(2):
+        done = make(PLAN="finish")
+        assert done.returncode == 0, done.stdout + done.stderr
+        pid = int(re.search(r", pid (\d+)", done.stdout)[1])
+        pod.started.append(pid)
+        wait_for(lambda pid=pid: not is_alive(pid))
+    assert [words.split()[0] for words in pod.read("prepared").splitlines()[3:]] == [
+        "hellaswag.py",
+        "hub.py",
+        "hellaswag.py",
+    ]
+    assert "record8-124m --max-steps 9 --resume auto" in pod.read("starts")
+
+
 @pytest.mark.slow
 def test_pod_from_rent_to_removal(tmp_path):
-    """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod."""
+    """By one command: fetch the tokens, start, log out, stop, start again, lose a rank, finish, publish, remove the
+    pod."""
     pod, removed = tmp_path / "pod", tmp_path / "removed"
     pod.mkdir()
-    run, last_step = pod / "log" / "quickstart", 80
-    make_shards(pod / "toy")
+    for path in ROOT.iterdir():
+        if path.name not in ("data", "log") and not path.name.startswith("."):
+            (pod / path.name).symlink_to(path)
+    (pod / ".venv").symlink_to(sys.prefix)
+    (pod / HELLASWAG_DATA).parent.mkdir(parents=True)
+    write_jsonl(pod / HELLASWAG_DATA, make_hellaswag_rows(4))
+    run, last_step = pod / "log" / "gpt2-124m", 80
     flags = f"""--model.vocab-size 50304 --total-batch-size 64 --micro-batch-size 1 --max-steps {last_step}
-    --val-every 20 --val-tokens 256 --save-every 5 --data-dir toy""".split()
-    command = ["bash", str(ROOT / "train.sh"), "quickstart", *TINY_FLAGS, *flags]
+    --val-every 20 --val-tokens 256 --save-every 5""".split()
+    settings = ["NVIDIA=/dev/nvidia0", "NEEDS_GB=0", f"TRAIN_ARGS={shlex.join([*TINY_FLAGS, *flags])}"]
+    command = ["make", "-o", ".venv/.installed", "gpt2-124m", *settings]
 
     def start():
         """Returns the command that stops the run, which is printed before the terminal is closed."""
@@ -336,6 +388,7 @@ def test_pod_from_rent_to_removal(tmp_path):
         return int((run / "train.lock").read_text().split()[0])
 
     with hub_server.start(tmp_path / "hub") as server:
+        make_shards(server.root / "datasets/kjj0/finewebedu10B-gpt2")
         # It writes down what the Hub has when it is called.
         shutdown = f"ls {server.root}/models/tester/life >> {removed}"
         env = {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "HOME": str(pod), **server.env()}
