@@ -24,7 +24,7 @@ from zlib import crc32
 
 import torch
 from torch.nn.functional import linear
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from system.errors import UserError, require
 from system.facts import NOTED, Fact, Facts
@@ -174,20 +174,33 @@ def peak_memory(device: torch.device) -> int:
 def copy_to_host(tree: Any) -> Any:
     """Copy nested containers, with every tensor in host memory. Entries that share storage, such as a tied head and its
     embedding, also share it in the copy and in the file."""
+    tensors = [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
+    # Pinned memory takes the full speed of the bus. torch rounds each tensor in it up to a power of two, and keeps the
+    # memory for the next save, so it is for what fits into an eighth of the host.
+    is_on_gpu = any(t.is_cuda for t in tensors)
+    pin = is_on_gpu and sum(2 ** (t.nbytes - 1).bit_length() for t in tensors) < host_memory() / 8
     copies = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         key = (tensor.data_ptr(), tensor.shape)
         if key not in copies:
-            # From a GPU at the full speed of the bus, into memory that torch keeps for the next save.
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+            host = torch.empty_like(tensor, device="cpu", pin_memory=pin and tensor.is_cuda, requires_grad=False)
             copies[key] = host.copy_(tensor.detach(), non_blocking=True)  # detached: it must not keep a graph alive
         return copies[key]
 
     copied = tree_map_only(torch.Tensor, copy, tree)
-    if torch.cuda.is_available():
+    if is_on_gpu:
         torch.cuda.synchronize()
     return copied
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory or, in a container, of its limit."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
 
 
 # ------------------------------------------------------------------------- versions

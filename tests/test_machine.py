@@ -221,3 +221,18 @@ def test_two_edits_of_one_commit_are_two_versions(tmp_path, monkeypatch):
     clean, *edited = found
     assert len(set(edited)) == 2
     assert all(version.startswith(f"{clean}-dirty-") for version in edited)
+
+
+def test_only_what_fits_into_an_eighth_of_the_host_is_pinned(monkeypatch):
+    """torch rounds 6 KB up to 8 KB: pinned on a host of more than 64 KB. A CPU's tensors wait for no GPU."""
+    pinned = []
+    on_gpu = Mock(spec=torch.Tensor, is_cuda=True, nbytes=6000, shape=(1500,))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, pin_memory, **how: pinned.append(pin_memory) or Mock())
+    synchronize = Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    for kilobytes in (65, 63):
+        monkeypatch.setattr(machine, "host_memory", lambda kilobytes=kilobytes: kilobytes * 1024)
+        machine.copy_to_host({"weight": on_gpu})
+    assert pinned == [True, False] and synchronize.call_count == 2
+    machine.copy_to_host({"weight": torch.ones(3)})
+    assert synchronize.call_count == 2 and not pinned[-1]
