@@ -88,11 +88,13 @@ def make_loss(model: GPT, cfg: TrainConfig, rt: Runtime) -> Loss:
     if not (cfg.compile and machine.can_compile(rt.device)):
         return Loss(model, compiles=False)
 
-    # Raise the limit, because --micro-batch-size auto compiles for each size that it tries, and validation adds a
-    # graph. optimize_ddp would split the graphs at the buckets of DDP.
-    torch._dynamo.config.recompile_limit = 16
+    # Graphs are made for each size that --micro-batch-size auto tries, for validation, and for each value of the step
+    # that a block depends on. Past the limit, torch goes on without the compiler: on a GPU, that is an error.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = rt.device.type == "cuda"
+    # optimize_ddp would split the graphs at the buckets of DDP.
     torch._dynamo.config.optimize_ddp = False
-    print0("compiling takes up to two minutes, at first; --no-compile starts at once, and trains slower")
+    print0("compiling: up to two minutes the first time, seconds again; --no-compile starts at once, and trains slower")
     return Loss(model, compiles=True)
 
 
@@ -112,4 +114,9 @@ def wrap_in_ddp(loss: Loss, rt: Runtime) -> nn.Module:
 
     # All ranks have the same weights already.
     device_ids = [rt.device.index] if rt.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(loss, device_ids, gradient_as_bucket_view=True, init_sync=False)
+    ddp = nn.parallel.DistributedDataParallel(loss, device_ids, gradient_as_bucket_view=True, init_sync=False)
+    # In each step, DDP would send all buffers, and so RoPE's table, which never changes. Buffers that training changes
+    # are in the state dict. (torch 2.13 has renamed the switch, and warns of the old argument.)
+    changes = any(name in loss.state_dict() for name, _ in loss.named_buffers())
+    ddp.forward_sync_buffers = ddp.broadcast_buffers = changes
+    return ddp

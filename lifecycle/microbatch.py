@@ -54,10 +54,11 @@ def choose_micro_batch_size(trainer: Trainer, max_steps: int, has_state: bool) -
         # HellaSwag and fragmentation. The smallest card decides.
         card_bytes = min(rt.gather(torch.cuda.mem_get_info(rt.device)[1]))
         ballast += max(2**30, card_bytes // 25)
-        # Each try compiles, which takes a minute. So no size is tried whose activations alone do not fit. The backward
-        # pass needs 34 bytes per channel, compiled and in bfloat16; with --recompute it needs at least 2, for the input
-        # of each block.
-        limit = min(limit, (card_bytes - ballast) // (channels * (2 if cfg.recompute else 34)))
+        # Each try compiles, which takes a minute. So no size is tried that cannot fit beside the weights, the gradients
+        # and a chunk of the logits (training/head.py). Compiled, a block keeps 34.4 bytes per channel for the backward
+        # pass in gpt2-124m, and 36.1 in record8-124m; with --recompute at least 2, for its input.
+        others = 8 * trainer.model.num_params() + card_bytes // 24
+        limit = min(limit, (card_bytes - ballast - others) // (channels * (2 if cfg.recompute else 37)))
     else:
         # Without a GPU, running out of memory raises no useful error. So the activations in the blocks, about 80 bytes
         # per channel, stay under 3 GB.
