@@ -17,7 +17,6 @@ import codecs
 import json
 import sys
 from collections.abc import Iterable
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,9 +50,7 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
     encoding = tokenizer.encoding()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     print(printable(prompt), end="", flush=True)
-    for token in ids:
-        if token == tokenizer.EOT:
-            break
+    for token in tokenizer.until_eot(ids):
         text = utf8.decode(encoding.decode_single_token_bytes(token))
         print(printable(text), end="", flush=True)
 
@@ -68,11 +65,9 @@ def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> Non
     try:
         for new_ids in steps:
             columns.append(new_ids)
-            if all(tokenizer.EOT in sample for sample in zip(*columns, strict=True)):
-                break
     finally:
         for number, sample in enumerate(zip(*columns, strict=True), 1):
-            ids = [*takewhile(lambda token: token != tokenizer.EOT, sample)]
+            ids = [*tokenizer.until_eot(sample)]
             text = tokenizer.encoding().decode(ids)
             if as_json:
                 print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
@@ -121,7 +116,7 @@ def main() -> None:
     import torch
 
     from checkpoints.open_model import open_and_describe
-    from model import Sampler, stream
+    from model import Sampler, has_gpt2_tokens, stream
     from system.machine import choose_device, device_name, dtype_name, supported_dtypes
 
     # The same seed gives the same samples: nothing else draws from this generator.
@@ -137,7 +132,7 @@ def main() -> None:
     prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
     model, description = open_and_describe(args.model)
     config = model.config
-    is_gpt2s = tokenizer.has_gpt2_tokens(config.vocab_size)
+    is_gpt2s = has_gpt2_tokens(config.vocab_size)
     require(is_gpt2s, f"{args.model} has a vocabulary of {config.vocab_size} tokens, not GPT-2's; choose a GPT-2")
     context = f"the context of {args.model} is {config.block_size}"
     require(len(prompt_ids) <= config.block_size, f"the prompt has {len(prompt_ids)} tokens, but {context}; shorten it")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.checkpoint import build_model, load_tensors
-from model import GPT, VOCAB_SIZE, GPTConfig
+from model import GPT, VOCAB_SIZE, GPTConfig, has_gpt2_tokens
 from system.errors import UserError, explain_errors, require
 from system.huggingface import open_hub
 from tokens import tokenizer
@@ -188,7 +188,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     # Whatever has a row for each token of the vocabulary, (padded V, ...) -> (V, ...).
     weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
     rows = model.config.vocab_size
-    V = VOCAB_SIZE if tokenizer.has_gpt2_tokens(rows) else rows
+    V = VOCAB_SIZE if has_gpt2_tokens(rows) else rows
     trimmed = {name: w[:V] if w.shape[:1] == (rows,) else w for name, w in weights.items()}
     config = replace(model.config, vocab_size=V)
 

@@ -94,13 +94,14 @@ def test_prompts_are_text(run_main, run_dir):
 def test_samples_end_each_where_they_end(capsys):
     """Or, after Ctrl-C, as far as they are."""
 
-    def generate(*last_ids):
-        yield from ([15496, 17250], [995, EOT], last_ids)
+    def interrupt(steps):
+        yield from steps
         raise KeyboardInterrupt
 
-    infer.write_samples("> ", generate(EOT, 612), as_json=False)
+    steps = [[15496, 17250], [995, EOT]]
+    infer.write_samples("> ", [*steps, [EOT, EOT]], as_json=False)
     with pytest.raises(KeyboardInterrupt):
-        infer.write_samples("> ", generate(0, 612), as_json=False)
+        infer.write_samples("> ", interrupt([*steps, [0, EOT]]), as_json=False)
     infer.write_stream("> ", iter([15496, EOT, 612]))
     samples = "--- sample 1\n> Hello world{}\n--- sample 2\n> Hi\n"
     assert capsys.readouterr().out == samples.format("") + samples.format("!") + "> Hello\n"
