@@ -92,7 +92,8 @@ def main() -> None:
         "prompt",
         nargs="?",
         default="",
-        help="text to continue, without a space at its end: words begin with theirs; - reads standard input",
+        help="text to continue, without a space at its end: words begin with theirs; with a line break: "
+        r"$'...\n...'; - reads standard input",
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, help="a token is about 4 characters of English")
     parser.add_argument("--num-samples", type=int, default=1, help="texts to generate at once")
@@ -129,7 +130,7 @@ def main() -> None:
 
     # The model must know GPT-2's tokens, and the prompt must fit it.
     prompt = read_prompt(args.prompt)
-    prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
+    prompt_ids = tokenizer.encode_prompt(prompt)
     model, description = open_and_describe(args.model)
     config = model.config
     is_gpt2s = has_gpt2_tokens(config.vocab_size)

@@ -262,8 +262,7 @@ class Samples(Evaluation):
     def prompt(self) -> list[int]:
         """The ids that samples continue: --sample-prompt or, if that is @val, the first words of the val split."""
         if self.cfg.sample_prompt != "@val":
-            prompt = tokenizer.encoding().encode(self.cfg.sample_prompt, allowed_special="all")
-            return prompt[-self.cfg.model.block_size :] or [tokenizer.EOT]  # an empty prompt starts a document
+            return tokenizer.encode_prompt(self.cfg.sample_prompt)[-self.cfg.model.block_size :]
 
         # The first document: without the <|endoftext|> at its beginning, and up to the next one.
         data = self.validation.data

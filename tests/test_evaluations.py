@@ -144,10 +144,12 @@ def test_samples_continue_the_users_own_text(tmp_path, document, prompt):
     assert encoding().decode(samples.prompt) == prompt
 
 
-def test_a_long_prompt_loses_its_beginning(tiny_config):
-    cfg = tiny_config("--sample-prompt", "begin " + "long " * 50)
+def test_a_long_prompt_loses_its_beginning(tiny_config, capsys):
+    """And a backslash with an n is no line break, which is said."""
+    cfg = tiny_config("--sample-prompt", r"begin\n " + "long " * 50)
     samples = Samples(cfg, Validation(cfg))
     assert encoding().decode(samples.prompt) == " long" * 31 + " "
+    assert r"$'...\n...'" in capsys.readouterr().err
 
 
 def test_a_sample_ends_at_its_own_end_of_text(tiny_config, monkeypatch):

@@ -85,6 +85,9 @@ def test_prompts_are_text(run_main, run_dir):
     assert run_main(run_dir, flags, "--", "-Hello").out.startswith("-Hello")
     # The token between documents is one token: a prompt of 32 of them fills the context.
     assert run_main(run_dir, "<|endoftext|>" * 32, flags).out.startswith("<|endoftext|>")
+    for prompt, is_named in ((r"Q: a\nA:", True), ("Q: a\nA:", False)):
+        printed = run_main(run_dir, prompt, flags)
+        assert printed.out.startswith(prompt) and (r"$'...\n...'" in printed.err) == is_named
     assert run_main(run_dir, flags, "--top-p 1e-6").out == run_main(run_dir, flags, "--temperature 0").out != "\n"
 
 

@@ -21,12 +21,14 @@ import hashlib
 import importlib.util
 import itertools
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from system.errors import UserError, require
+from system.printing import print0
 
 if TYPE_CHECKING:
     import gigatoken
@@ -77,6 +79,15 @@ def encoding() -> tiktoken.Encoding:
     # Texts never become special tokens: encode_ordinary takes "<|endoftext|>" as the characters it is made of.
     special_tokens = {"<|endoftext|>": EOT}
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=load_ranks(), special_tokens=special_tokens)
+
+
+def encode_prompt(text: str) -> list[int]:
+    """The ids of a prompt, in which <|endoftext|> is the token between documents. An empty prompt starts a document."""
+    # A shell passes on what stands between ordinary quotes as it is.
+    if r"\n" in text:
+        line = r"the prompt has a backslash and an n, not a line break; for a line break, type $'...\n...'"
+        print0(line, file=sys.stderr)
+    return encoding().encode(text, allowed_special="all") or [EOT]
 
 
 def until_eot(ids: Iterable[int]) -> Iterator[int]:
