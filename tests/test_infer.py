@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from unittest.mock import Mock
 
 import helpers
 import pytest
@@ -12,6 +13,7 @@ from networks import make_network
 
 import infer
 from checkpoints.open_model import open_model
+from model import KVCache
 from tokens import tokenizer
 
 EOT = tokenizer.EOT
@@ -128,7 +130,15 @@ def test_text_is_written_as_it_is_generated(capsys):
     assert capsys.readouterr().out == "one two \ufffd\n"
 
 
-# ------------------------------------------------------------------------- precision and speed
+# ------------------------------------------------------------------------- memory, precision and speed
+
+
+def test_a_lack_of_memory_is_one_line(run_main, run_dir, monkeypatch):
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 73728000000 bytes")
+    monkeypatch.setattr(KVCache, "append", Mock(side_effect=error))
+    message = run_main(run_dir, "Hi", "--num-samples 500", exit_code=1).err
+    assert "73728000000" in message and "--num-samples" in message and "--max-new-tokens" in message
+    assert "Traceback" not in message
 
 
 def test_a_network_beyond_float16_is_named(run_main, tmp_path):
