@@ -41,6 +41,7 @@ LOG_KEYS = {
     "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm",
     "lr": "lr", "norm": "grad_norm", "tok/sec": "tokens_per_second",
 }  # fmt: skip
+SUFFIXES = (".jsonl", ".txt", ".log")  # of the files that are read
 STEP = re.compile(r"(?:step +|s:)?(\d+)(?:/\d+)? ")
 # A score may stand behind its fraction: 3049/10042=0.3036
 MEASURED = re.compile(rf"\b({'|'.join(LOG_KEYS)})[ :]+(?:\d+/\d+=)?(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?)(?=\s)")
@@ -67,14 +68,18 @@ PARTS = 200  # of a long curve, which is also drawn by the median in each
 # ------------------------------------------------------------------------- reading
 
 
+def find_log(run: Path) -> Path | None:
+    """The file that has the curves of a run, given by its folder or its log; None if there is none."""
+    # train.sh and others name what a console showed by the time: the newest.
+    candidates = [run / "metrics.jsonl", run / "log.txt", *sorted(run.glob("*.log"), reverse=True), run]
+    return next((path for path in candidates if path.suffix in SUFFIXES and path.is_file()), None)
+
+
 def read_curves(run: str | Path) -> Curves:
     """Curves of a run, by its folder or its log: {key: steps and values (2, N) float64}, steps ascending, one value per
     step (the last); empty if there is no log. NaN is skipped, and so is a line that is cut off.
     """
-    run = Path(run)
-    # train.sh and others name what a console showed by the time: the newest.
-    candidates = [run / "metrics.jsonl", run / "log.txt", *sorted(run.glob("*.log"), reverse=True), run]
-    path = next((path for path in candidates if path.is_file()), None)
+    path = find_log(Path(run))
     if path is None:
         return {}
 
@@ -102,7 +107,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
     for line in re.findall(r".*\n", path.read_text(errors="replace")):  # without one that is still being written
         step = STEP.match(line)
         values = {LOG_KEYS[key]: float(value.replace(",", "")) for key, value in MEASURED.findall(line)}
-        if step:
+        if step and values:
             yield {"step": int(step[1]), **of_next_step, **values}
             of_next_step = {}
         elif line.startswith(("validation loss:", "HellaSwag accuracy:")):
@@ -210,12 +215,15 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     for name in dict.fromkeys(map(str, runs)):
         curves = read_curves(name)
         if not curves:
-            print0(f"skipped: no measured step in {name}")
+            print0(f"skipped: no measured step in {name}; plots.py reads {', '.join(SUFFIXES)}")
             continue
+        # A folder without metrics.jsonl may have several logs.
+        log = find_log(Path(name))
+        label = name if log == Path(name) / "metrics.jsonl" else log
         # Its last values: "log/quickstart: train 5.537, val 5.601, step 80".
         ends = [f"{word} {curves[key][1, -1]:#.4g}" for key, word in words.items() if key in curves]
         last_step = max(steps[-1] for steps, _ in curves.values())
-        label = f"{name}: {', '.join([*ends, f'step {last_step:,.0f}'])}"
+        label = f"{label}: {', '.join([*ends, f'step {last_step:,.0f}'])}"
         print0(label)
         lines.append(Line2D([], [], color=f"C{len(lines) % 10}", lw=2.4, label=label))
         drawn.append(curves)

@@ -80,6 +80,7 @@ step     1 | loss: 9.500000 | lr 2.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/
 validation loss: 5.9000
 HellaSwag accuracy: 2545/10042=0.2534
 rank 0 sample 0: val 3 of them
+1 ) How do I
 step   250 | loss: 5.850000 | lr 3.0000e-06 | norm: 1.0000 | dt: 802.85ms | tok/sec: 653033.00
 validation loss: 5.0000
 """),
@@ -203,6 +204,15 @@ def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, ca
         losses = vertices[vertices[:, 0] == 1000, 1]
         assert (losses.min(), losses.max()) == reference.expected_range(1000)
         assert vertices[:, 0].max() <= panels["Loss"].get_xlim()[1]
+
+
+def test_a_log_is_named_and_nothing_else_is_read(draw, tmp_path, capsys):
+    """Of several logs in a folder the last by its name is drawn. A checkpoint is no text."""
+    for name in ("train-1.log", "train-2.log", "model.pt"):
+        (tmp_path / name).write_text(LOGS["ours.log"][1])
+    _, legend = draw(tmp_path, tmp_path / "model.pt")
+    assert [text.get_text().partition(": ")[0] for text in legend.get_texts()] == [str(tmp_path / "train-2.log")]
+    assert "model.pt; plots.py reads .jsonl, .txt, .log" in capsys.readouterr().out
 
 
 def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch, capsys):
