@@ -208,6 +208,11 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     from matplotlib.figure import Figure  # pyplot's would need a display
     from matplotlib.lines import Line2D
 
+    figure = Figure(figsize=(14, 5), dpi=110, layout="constrained")
+    out = Path(out)
+    formats = figure.canvas.get_supported_filetypes()
+    require(out.suffix[1:].lower() in formats, f"the image {out} must end in .{', .'.join(formats)}")
+
     words = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
     drawn: list[Curves] = []
     lines: list[Line2D] = []
@@ -242,12 +247,11 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     # Two panels side by side.
     references = [*dict.fromkeys(filter(None, found))]  # each once
     rows = (len(panels) + 1) // 2
-    figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")
+    figure.set_figheight(4.4 * rows + 0.6)
     for number, keys in enumerate(panels, 1):
         draw_panel(figure.add_subplot(rows, 2, number), keys, drawn, references)
 
     figure.legend(handles=lines, loc="outside upper center", frameon=False)
-    out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out
