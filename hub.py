@@ -8,7 +8,7 @@
     python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
 
 After an interrupted transfer, run the same command again: complete files are not transferred twice. Public repositories
-are pulled without a token. The client and its errors are in system/huggingface.py, the layouts in weights/.
+are pulled without a token. The client and its errors are in system/huggingface.py, the layouts in checkpoints/.
 """
 
 from __future__ import annotations

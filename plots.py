@@ -42,7 +42,7 @@ LOG_KEYS = {
     "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm",
     "lr": "lr", "norm": "grad_norm", "tok/sec": "tokens_per_second",
 }  # fmt: skip
-X_AXES = {"step": 1, "tokens": TOKENS_PER_STEP}  # how far apart the steps of the public runs are
+X_AXES = {"step": 1, "tokens": TOKENS_PER_STEP}  # and how much of it one step of the public runs is
 SUFFIXES = (".jsonl", ".txt", ".log")  # of the files that are read
 STEP = re.compile(r"(?:step +|s:)?(\d+)(?:/\d+)? ")
 # A score may stand behind its fraction: 3049/10042=0.3036

@@ -103,7 +103,7 @@ def test_ranks_share_the_work_exactly(model, examples, monkeypatch):
 
 
 def test_bfloat16_is_blind_to_what_logits_share(examples):
-    """As in test_loss.py: -100 in every logit moves no score."""
+    """As in test_head.py: -100 in every logit moves no score."""
     model = make_network(block_size=128, n_layer=1, n_head=2, n_embd=64, tied_head=False)
     torch.nn.init.ones_(model.transformer.ln_f.bias)
     rt = replace(CPU, dtype=torch.bfloat16)

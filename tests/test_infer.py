@@ -153,7 +153,7 @@ def test_a_network_beyond_float16_is_named(run_main, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_bfloat16_samples_ignore_what_logits_share(is_tied):
-    """As in test_loss.py: the differences between logits stay when all lie near -100, where bfloat16 steps by 0.5. A
+    """As in test_head.py: the differences between logits stay when all lie near -100, where bfloat16 steps by 0.5. A
     tied embedding stays as it is."""
     model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=is_tied)
     idx = torch.arange(80).view(4, 20)
