@@ -98,7 +98,8 @@ def main() -> None:
 
     # Score; under torchrun the ranks share the rows.
     examples = load_examples(args.data, args.limit)
-    with distributed.session(args.device) as rt:
+    fix = "end what else uses the memory, or use --device cpu"
+    with machine.explain_out_of_memory(fix), distributed.session(args.device) as rt:
         rt = distributed.choose_precision(rt, args.dtype)
         model = open_model(args.model).to(rt.device)
         losses = score(model, examples, rt)

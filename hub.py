@@ -8,13 +8,14 @@
     python hub.py import old/model_19072.pt log/old          # a build-nanogpt or nanoGPT checkpoint
 
 After an interrupted transfer, run the same command again: complete files are not transferred twice. Public repositories
-are pulled without a token. The client and its errors are in system/huggingface.py, the layouts in weights/.
+are pulled without a token. The client and its errors are in system/huggingface.py, the layouts in checkpoints/.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 import shutil
 from collections.abc import Collection
 from dataclasses import replace
@@ -165,6 +166,12 @@ def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps:
         shutil.rmtree(upload_dir, ignore_errors=True)
         try:
             write_export(model, facts, run_dir, upload_dir, repo)
+            # Of a README.md that is there, only the table of scores is replaced: people add a license and a text.
+            card = upload_dir / "README.md"
+            if api.file_exists(repo, card.name):
+                table = SCORES.findall(card.read_text())[0]
+                pushed = Path(api.hf_hub_download(repo, card.name)).read_text()
+                card.write_text(SCORES.sub(lambda _: table, pushed))
             for file in checkpoints:
                 try:
                     os.link(file, upload_dir / file.name)
@@ -237,6 +244,9 @@ In transformers:
     pipe = pipeline("text-generation", model="{name}"{trust})
     print(pipe("Hello, I'm a language model,", max_new_tokens=50)[0]["generated_text"])
 """
+
+# The table of a card.
+SCORES = re.compile(r"\| preset \| step \|.*\n.*\n.*\n")
 
 
 def export(path: Path, out_dir: Path) -> None:

@@ -13,11 +13,11 @@ which model generates it, where and in which precision. The sampling itself is i
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import json
 import sys
 from collections.abc import Iterable
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,9 +51,7 @@ def write_stream(prompt: str, ids: Iterable[int]) -> None:
     encoding = tokenizer.encoding()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     print(printable(prompt), end="", flush=True)
-    for token in ids:
-        if token == tokenizer.EOT:
-            break
+    for token in tokenizer.until_eot(ids):
         text = utf8.decode(encoding.decode_single_token_bytes(token))
         print(printable(text), end="", flush=True)
 
@@ -68,11 +66,9 @@ def write_samples(prompt: str, steps: Iterable[list[int]], as_json: bool) -> Non
     try:
         for new_ids in steps:
             columns.append(new_ids)
-            if all(tokenizer.EOT in sample for sample in zip(*columns, strict=True)):
-                break
     finally:
         for number, sample in enumerate(zip(*columns, strict=True), 1):
-            ids = [*takewhile(lambda token: token != tokenizer.EOT, sample)]
+            ids = [*tokenizer.until_eot(sample)]
             text = tokenizer.encoding().decode(ids)
             if as_json:
                 print(json.dumps({"prompt": prompt, "text": text, "tokens": ids}))
@@ -90,38 +86,12 @@ def prepare(model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
     return (model if dtype == torch.float32 else model.round_to(dtype)).to(device)
 
 
-def main() -> None:
-    parser = settings.ArgumentParser(__doc__)
-    parser.add_argument("model", help="run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)")
-    parser.add_argument(
-        "prompt",
-        nargs="?",
-        default="",
-        help="text to continue, without a space at its end: words begin with theirs; - reads standard input",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="a token is about 4 characters of English")
-    parser.add_argument("--num-samples", type=int, default=1, help="texts to generate at once")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the most likely token")
-    parser.add_argument("--top-k", type=int, default=50, help="sample from so many most likely tokens; 0: all")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="sample from the likeliest whose probabilities add up to this"
-    )
-    parser.add_argument("--seed", type=int, default=42, help="the same seed on the same machine gives the same text")
-    parser.add_argument("--json", action="store_true", help="write one JSON object per sample")
-    parser.add_argument("--device", default="auto", help="cuda, mps or cpu; auto: the GPU where there is one")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        default="auto",
-        help="precision of the weights and the cache; auto: bfloat16 where the device has it",
-    )
-    args = parser.parse_intermixed_args()  # the prompt may come after flags
-
-    # torch takes seconds to import, and -h needs none of it.
+def generate(args: argparse.Namespace) -> None:
+    """Open the model that the command line names, and print its samples."""
     import torch
 
     from checkpoints.open_model import open_and_describe
-    from model import Sampler, stream
+    from model import Sampler, has_gpt2_tokens, stream
     from system.machine import choose_device, device_name, dtype_name, supported_dtypes
 
     # The same seed gives the same samples: nothing else draws from this generator.
@@ -134,10 +104,10 @@ def main() -> None:
 
     # The model must know GPT-2's tokens, and the prompt must fit it.
     prompt = read_prompt(args.prompt)
-    prompt_ids = tokenizer.encoding().encode(prompt, allowed_special="all") or [tokenizer.EOT]
+    prompt_ids = tokenizer.encode_prompt(prompt)
     model, description = open_and_describe(args.model)
     config = model.config
-    is_gpt2s = tokenizer.has_gpt2_tokens(config.vocab_size)
+    is_gpt2s = has_gpt2_tokens(config.vocab_size)
     require(is_gpt2s, f"{args.model} has a vocabulary of {config.vocab_size} tokens, not GPT-2's; choose a GPT-2")
     context = f"the context of {args.model} is {config.block_size}"
     require(len(prompt_ids) <= config.block_size, f"the prompt has {len(prompt_ids)} tokens, but {context}; shorten it")
@@ -158,6 +128,41 @@ def main() -> None:
             write_samples(prompt, (ids.tolist() for ids in steps), args.json)
     except FloatingPointError as e:
         raise UserError(f"{args.model} in {dtype_name(dtype)}: {e}; --dtype float32 has the widest range") from None
+
+
+def main() -> None:
+    parser = settings.ArgumentParser(__doc__)
+    parser.add_argument("model", help="run folder, .pt file, Hugging Face folder or name on the Hub (gpt2, OWNER/NAME)")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        default="",
+        help="text to continue, without a space at its end: words begin with theirs; with a line break: "
+        r"$'...\n...'; - reads standard input",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="a token is about 4 characters of English")
+    parser.add_argument("--num-samples", type=int, default=1, help="texts to generate at once")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 always takes the most likely token")
+    parser.add_argument("--top-k", type=int, default=50, help="sample from so many most likely tokens; 0: all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest whose probabilities add up to this"
+    )
+    parser.add_argument("--seed", type=int, default=42, help="the same seed on the same machine gives the same text")
+    parser.add_argument("--json", action="store_true", help="write one JSON object per sample")
+    parser.add_argument("--device", default="auto", help="cuda, mps or cpu; auto: the GPU where there is one")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="precision of the weights and the cache; auto: bfloat16 where the device has it",
+    )
+    args = parser.parse_intermixed_args()  # the prompt may come after flags
+
+    # torch takes seconds to import, and -h needs none of it.
+    from system.machine import explain_out_of_memory
+
+    with explain_out_of_memory("lower --num-samples or --max-new-tokens, or use --device cpu"):
+        generate(args)
 
 
 if __name__ == "__main__":

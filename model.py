@@ -3,7 +3,7 @@
     model = GPT(GPTConfig())                        # GPT-2 124M, random weights
     logits, _ = model(idx)                          # idx (B, T) int64 -> (B, T, vocab_size)
     _, loss = model(idx, targets)                   # mean cross-entropy in nats per token
-    out = model.generate(idx, 64, temperature=0.8)  # (B, T + 64), through the key-value cache
+    out = model.generate(idx, 64, temperature=0.8)  # (B, T + at most 64), through the key-value cache
 
 Shapes: B batch, T time, C channels (n_embd), nh heads, hs head size (C = nh * hs), V vocabulary.
 
@@ -34,11 +34,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 VOCAB_SIZE = 50257  # ids in GPT-2's encoding; higher ids only pad the vocabulary to a round size
+EOT = VOCAB_SIZE - 1  # <|endoftext|>, the last of them
+# A network may have more rows than GPT-2 has tokens: they pad to a round number, of at most a multiple of 1,024
+# (Megatron on 8 GPUs).
+MAX_ROWS = 51_200
 
 # The attention kernels for texts whose length changes from call to call, as in sampling. torch prefers cuDNN's kernel
 # on Hopper and Blackwell. That kernel takes 0.4 s to plan each new length (modelscope/FunASR#3704), so this list leaves
 # it out.
 ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def has_gpt2_tokens(vocab_size: int) -> bool:
+    """Whether a network with so many rows in its embedding can have been trained on GPT-2's tokens."""
+    return VOCAB_SIZE <= vocab_size <= MAX_ROWS
 
 
 def with_help(default: Any, help_text: str) -> Any:
@@ -521,7 +530,11 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue idx (B, T) int64 to (B, T + max_new_tokens). The last four arguments go to Sampler."""
+        """Continue idx (B, T) int64 to (B, T + n). The last four arguments go to Sampler.
+
+        n is max_new_tokens, or less if every row has drawn <|endoftext|>. A row that draws <|endoftext|> before the
+        others is filled with it: the new text of each row is what comes before its first EOT.
+        """
         sampler = Sampler(temperature, top_k, top_p, generator)
         columns = [new_ids[:, None] for new_ids in stream(self, idx, max_new_tokens, sampler)]  # each (B, 1)
         return torch.cat((idx, *columns), dim=1)
@@ -584,12 +597,17 @@ class Sampler:
 
 @torch.no_grad()
 def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler) -> Iterator[Tensor]:
-    """Yield the next ids (B,) after idx (B, T) int64, max_new_tokens times.
+    """Yield the next ids (B,) after idx (B, T) int64, up to max_new_tokens times.
+
+    With GPT-2's vocabulary, a row that has drawn EOT yields EOT from there on, and the stream ends once every row has
+    drawn it.
 
     T lies between 1 and the model's block_size. When the context is full, the newer half of the text is read again from
     position 0, so the text may outgrow block_size.
     """
     block_size = model.config.block_size
+    can_end = has_gpt2_tokens(model.config.vocab_size)
+    has_ended = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)  # (B,)
 
     # A cache for the whole text, or for as much of it as the model reads at once.
     cache = KVCache(model.config.n_layer, min(idx.size(1) + max_new_tokens, block_size))
@@ -607,8 +625,14 @@ def stream(model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler) -> It
         with sdpa_kernel(ANY_LENGTH_KERNELS):
             last_hidden = model.hidden(unread, cache)[:, -1]
 
-        # Append the new ids to the text, and read them next. (B,) -> (B, 1)
         new_ids = sampler.draw(model.logits(last_hidden))
+        if can_end:
+            new_ids[has_ended] = EOT
+            has_ended = new_ids == EOT
+
+        # Append the new ids to the text, and read them next. (B,) -> (B, 1)
         unread = new_ids[:, None]
         idx = torch.cat((idx, unread), dim=1)
         yield new_ids
+        if has_ended.all():
+            return

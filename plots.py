@@ -3,6 +3,7 @@
     python plots.py log/quickstart                       # writes log/quickstart/curves.png
     python plots.py log/gpt2-124m --reference            # with public runs of this recipe behind the curves
     python plots.py log/a log/b --out compare.png        # overlaid; without --out: curves.png in the current folder
+    python plots.py log/a log/b --x tokens               # over the tokens read, for runs of different batch sizes
 
 Reads metrics.jsonl and config.json of each run's folder, or else build-nanogpt's log.txt or what a console showed;
 works while a run is still writing, and without torch or a display. plots.ipynb calls read_curves and draw.
@@ -33,7 +34,7 @@ from system.settings import ArgumentParser
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The curves of a run, by metrics key: steps and values (2, N) float64, steps ascending.
+# The curves of a run, by metrics key: steps (or tokens) and values (2, N) float64, steps ascending.
 Curves = dict[str, np.ndarray]
 
 # What build-nanogpt's log.txt, its console, this project's and llm.c's main.log call our metrics.
@@ -44,6 +45,8 @@ LOG_KEYS = {
     "trl": "train_loss", "tel": "val_loss", "eval": "hellaswag_acc_norm",
     "lr": "lr", "norm": "grad_norm", "tok/sec": "tokens_per_second",
 }  # fmt: skip
+X_AXES = {"step": 1, "tokens": TOKENS_PER_STEP}  # and how much of it one step of the public runs is
+SUFFIXES = (".jsonl", ".txt", ".log")  # of the files that are read
 STEP = re.compile(r"(?:step +|s:)?(\d+)(?:/\d+)? ")
 # A score may stand behind its fraction: 3049/10042=0.3036
 MEASURED = re.compile(rf"\b({'|'.join(LOG_KEYS)})[ :]+(?:\d+/\d+=)?(\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?)(?=\s)")
@@ -70,23 +73,30 @@ PARTS = 200  # of a long curve, which is also drawn by the median in each
 # ------------------------------------------------------------------------- reading
 
 
-def read_curves(run: str | Path) -> Curves:
-    """Curves of a run, by its folder or its log: {key: steps and values (2, N) float64}, steps ascending, one value per
-    step (the last); empty if there is no log. NaN is skipped, and so is a line that is cut off.
-    """
-    run = Path(run)
+def find_log(run: Path) -> Path | None:
+    """The file that has the curves of a run, given by its folder or its log; None if there is none."""
     # train.sh and others name what a console showed by the time: the newest.
     candidates = [run / "metrics.jsonl", run / "log.txt", *sorted(run.glob("*.log"), reverse=True), run]
-    path = next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if path.suffix in SUFFIXES and path.is_file()), None)
+
+
+def read_curves(run: str | Path, x: str = "step") -> Curves:
+    """Curves of a run, by its folder or its log: {key: steps and values (2, N) float64}, steps ascending, one value per
+    step (the last); empty if there is no log. NaN is skipped, and so is a line that is cut off. x: step, or tokens for
+    the tokens read before each step, which only a metrics.jsonl has.
+    """
+    path = find_log(Path(run))
     if path is None:
         return {}
 
     # Several lines may have the same step. If a key has several values, the last one counts.
     values_by_step: dict[str, dict[int, float]] = {}
     for row in run_folder.read_metrics(path) if path.suffix == ".jsonl" else read_log(path):
-        step = row.pop("step")
+        if x not in row:
+            continue
+        step = row[x]
         for key, value in row.items():
-            if isinstance(value, int | float) and math.isfinite(value):
+            if key not in X_AXES and isinstance(value, int | float) and math.isfinite(value):
                 values_by_step.setdefault(key, {})[step] = value
     return {key: np.array(sorted(values.items()), float).T for key, values in values_by_step.items()}
 
@@ -105,7 +115,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
     for line in re.findall(r".*\n", path.read_text(errors="replace")):  # without one that is still being written
         step = STEP.match(line)
         values = {LOG_KEYS[key]: float(value.replace(",", "")) for key, value in MEASURED.findall(line)}
-        if step:
+        if step and values:
             yield {"step": int(step[1]), **of_next_step, **values}
             of_next_step = {}
         elif line.startswith(("validation loss:", "HellaSwag accuracy:")):
@@ -143,19 +153,22 @@ def draw_curve(ax: Axes, key: str, curve: np.ndarray, color: str) -> None:
     ax.plot(*curve, color=color, lw=1.6)
 
 
-def draw_public_runs(ax: Axes, key: str, reference: Reference) -> None:
+def draw_public_runs(ax: Axes, key: str, reference: Reference, x: str) -> None:
     """The range of the public runs as far as the x axis goes: of losses the healthy one, with its margin."""
-    seen = (reference.step > 0) & (reference.step <= ax.get_xlim()[1])
+    seen = (reference.step > 0) & (reference.step * X_AXES[x] <= ax.get_xlim()[1])
     steps, low, high = reference.step[seen], reference.hellaswag_low[seen], reference.hellaswag_high[seen]
     if key == "val_loss":
         low, high = np.array([reference.expected_range(step) for step in steps]).reshape(-1, 2).T
     label = f"{reference.preset}, {reference.max_steps:,} steps on {DATASETS[reference.preset]}: public runs"
-    ax.fill_between(steps, low, high, fc="grey", ec="black", alpha=0.4, lw=0.8, label=f"{label} ({reference.runs})")
+    label = f"{label} ({reference.runs})"
+    ax.fill_between(steps * X_AXES[x], low, high, fc="grey", ec="black", alpha=0.4, lw=0.8, label=label)
 
 
-def draw_panel(ax: Axes, keys: list[str], runs: list[Curves], references: list[Reference]) -> None:
+def draw_panel(ax: Axes, keys: list[str], runs: list[Curves], references: list[Reference], x: str) -> None:
     """One panel: the curves of all runs, and beside them the figures of others."""
-    last_step = max(int(steps[-1]) for curves in runs for steps, _ in curves.values())
+    all_steps = [steps for curves in runs for steps, _ in curves.values()]
+    last_step = max(int(steps[-1]) for steps in all_steps)
+    is_long = max(map(len, all_steps)) > PARTS
     drawn = []
     for i, curves in enumerate(runs):
         for key in keys:
@@ -167,7 +180,7 @@ def draw_panel(ax: Axes, keys: list[str], runs: list[Curves], references: list[R
     # diverged beside others, which would squash the rest. All but losses and scores are compared by their distance
     # from 0.
     key = keys[-1]
-    start = max(steps[-1] for steps, _ in drawn) // 20 if last_step > PARTS else 0
+    start = max(steps[-1] for steps, _ in drawn) // 20 if is_long else 0
     highs = [np.quantile(values[steps >= start], 0.995) for steps, values in drawn if steps[-1] >= start]
     limit = DIVERGED * median_low(highs) if key in ("val_loss", "grad_norm") else math.inf
     high = max(high for high in highs if high <= limit)
@@ -175,7 +188,7 @@ def draw_panel(ax: Axes, keys: list[str], runs: list[Curves], references: list[R
     ax.set_xlim(0, max(1, last_step) * 1.01)
     if key in OPENAI_124M:
         for reference in references:
-            draw_public_runs(ax, key, reference)
+            draw_public_runs(ax, key, reference, x)
         # With a loss on other data, a line would mean nothing.
         if references or key == "hellaswag_acc_norm":
             level = OPENAI_124M[key]
@@ -186,45 +199,54 @@ def draw_panel(ax: Axes, keys: list[str], runs: list[Curves], references: list[R
     if ax.get_legend_handles_labels()[1]:
         ax.legend(fontsize=9)
     title, y_label = PANELS.get(key, (key, ""))
-    ax.set(title=title, xlabel="step", ylabel=y_label)
+    ax.set(title=title, xlabel=x, ylabel=y_label)
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.yaxis.set_major_formatter("{x:,.10g}")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -> Path:
+def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False, x: str = "step") -> Path:
     """Draw runs into one image.
 
     Args:
         runs: their folders, or logs. What is no run, as some of log/*, is left out, with a message.
         out: the image, whose suffix sets the format.
         reference: draw the public runs of their recipes (evaluation/reference.py) behind them.
+        x: what the x axis shows, step or tokens.
 
     Returns the image's path. Raises UserError if there is nothing to draw.
     """
     from matplotlib.figure import Figure  # pyplot's would need a display
     from matplotlib.lines import Line2D
 
+    figure = Figure(figsize=(14, 5), dpi=110, layout="constrained")
+    out = Path(out)
+    formats = figure.canvas.get_supported_filetypes()
+    require(out.suffix[1:].lower() in formats, f"the image {out} must end in .{', .'.join(formats)}")
+
     words = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
     drawn: list[Curves] = []
     lines: list[Line2D] = []
     found: list[Reference | None] = []
     for name in dict.fromkeys(map(str, runs)):
-        curves = read_curves(name)
+        curves = read_curves(name, x)
         if not curves:
-            print0(f"skipped: no measured step in {name}")
+            print0(f"skipped: no measured {x} in {name}; plots.py reads {', '.join(SUFFIXES)}")
             continue
+        # A folder without metrics.jsonl may have several logs.
+        log = find_log(Path(name))
+        label = name if log == Path(name) / "metrics.jsonl" else log
         # Its last values: "log/quickstart: train 5.537, val 5.601, step 80".
         ends = [f"{word} {curves[key][1, -1]:#.4g}" for key, word in words.items() if key in curves]
         last_step = max(steps[-1] for steps, _ in curves.values())
-        label = f"{name}: {', '.join([*ends, f'step {last_step:,.0f}'])}"
+        label = f"{label}: {', '.join([*ends, f'{x} {last_step:,.0f}'])}"
         print0(label)
         lines.append(Line2D([], [], color=f"C{len(lines) % 10}", lw=2.4, label=label))
         drawn.append(curves)
         if reference:
             found.append(choose_reference(folder_of(Path(name))))
-    problem = f"no measured step in {', '.join(map(str, runs))}"
+    problem = f"no measured {x} in {', '.join(map(str, runs))}"
     require(drawn, f"{problem}; {describe_runs(Path(runs[0]).parent, 'metrics.jsonl')}")
 
     # The metrics of each panel, the one that it is named after last: those of PANELS, then what else was measured.
@@ -237,12 +259,11 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False) -
     # Two panels side by side.
     references = [*dict.fromkeys(filter(None, found))]  # each once
     rows = (len(panels) + 1) // 2
-    figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")
+    figure.set_figheight(4.4 * rows + 0.6)
     for number, keys in enumerate(panels, 1):
-        draw_panel(figure.add_subplot(rows, 2, number), keys, drawn, references)
+        draw_panel(figure.add_subplot(rows, 2, number), keys, drawn, references, x)
 
     figure.legend(handles=lines, loc="outside upper center", frameon=False)
-    out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out
@@ -261,12 +282,13 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or logs; several are overlaid")
     parser.add_argument("--reference", action="store_true", help="draw public runs of the same recipe behind them")
+    parser.add_argument("--x", choices=X_AXES, default="step", help="tokens: compare runs of different batch sizes")
     parser.add_argument("--out", type=Path, help="the image; default: curves.png in the run's folder, or here")
     args = parser.parse_args()
 
     # The picture of one run belongs to its folder; one of several runs belongs to none of theirs.
     folder = folder_of(args.runs[0]) if len(args.runs) == 1 else Path()
-    print0(f"wrote {draw(args.runs, args.out or folder / 'curves.png', args.reference)}")
+    print0(f"wrote {draw(args.runs, args.out or folder / 'curves.png', args.reference, args.x)}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
         while not stops:
             now = at(state.step, cfg, run.max_steps)
             trainer.set_step(now)
-            row: dict[str, Any] = {"step": now.number}  # becomes the line of metrics.jsonl for this step
+            # The line of metrics.jsonl for this step. tokens: read before this step.
+            row: dict[str, Any] = {"step": now.number, "tokens": state.sequences * cfg.sequence_length}
 
             # [resume] Save before the evaluations: these take long, and a run that is killed meanwhile resumes from
             # here.

@@ -218,7 +218,7 @@ def train(cfg: Config) -> None:
 
     batches = read_batches(train_data, cfg, rank, world_size, device)
     for step in range(cfg.max_steps + 1):
-        row: dict[str, float] = {"step": step}
+        row: dict[str, float] = {"step": step, "tokens": step * cfg.total_batch_size}
         is_last = step == cfg.max_steps  # this iteration only validates
 
         # Measure the loss on text that the network never trains on, in nats per token. A network that knows nothing

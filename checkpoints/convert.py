@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.checkpoint import build_model, load_tensors
-from model import GPT, VOCAB_SIZE, GPTConfig
+from model import EOT, GPT, VOCAB_SIZE, GPTConfig, has_gpt2_tokens
 from system.errors import UserError, explain_errors, require
 from system.huggingface import open_hub
 from tokens import tokenizer
@@ -188,7 +188,7 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     # Whatever has a row for each token of the vocabulary, (padded V, ...) -> (V, ...).
     weights = {name: weight.cpu().float() for name, weight in model.state_dict().items()}
     rows = model.config.vocab_size
-    V = VOCAB_SIZE if tokenizer.has_gpt2_tokens(rows) else rows
+    V = VOCAB_SIZE if has_gpt2_tokens(rows) else rows
     trimmed = {name: w[:V] if w.shape[:1] == (rows,) else w for name, w in weights.items()}
     config = replace(model.config, vocab_size=V)
 
@@ -206,6 +206,9 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
             check_logits(GPT.from_state_dict(model.config, weights), exported, V)
         if V == VOCAB_SIZE:
             save_hf_tokenizer(out_dir, config.block_size)
+        # safetensors writes files that only their owner may read.
+        for file in out_dir.iterdir():
+            shutil.copymode(out_dir / "config.json", file)
     except BaseException:
         shutil.rmtree(out_dir)
         raise
@@ -222,16 +225,24 @@ def check_logits(model: GPT, exported: nn.Module, V: int) -> None:
     require(difference < LOGITS_TOLERANCE, f"its logits are {difference:.1g} of their standard deviation off")
 
 
+def find_eot(config: GPTConfig) -> int | None:
+    """The id of <|endoftext|>, which another vocabulary than GPT-2's lacks."""
+    return EOT if has_gpt2_tokens(config.vocab_size) else None
+
+
 def save_gpt2(config: GPTConfig, weights: dict[str, Tensor], folder: Path) -> nn.Module:
     """Let transformers save a GPT2LMHeadModel. Returns it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    eot = find_eot(config)
     hf_config = GPT2Config(
         **{name: getattr(config, field) for field, name in GPT2_SIZES.items()},
         # llama.cpp's converter reads the context length by its oldest name, which transformers' stubs lack.
         n_ctx=config.block_size,  # type: ignore[call-arg]
         activation_function=GPT2_ACTIVATIONS[config.activation],
         tie_word_embeddings=config.tied_head,
+        bos_token_id=eot,
+        eos_token_id=eot,
     )
     with torch.device("meta"):
         hf_model = GPT2LMHeadModel(hf_config)
@@ -264,7 +275,7 @@ def save_with_code(config: GPTConfig, weights: dict[str, Tensor], folder: Path) 
         "model_type": CODE_TYPE,
         "network": asdict(config),
         "tie_word_embeddings": config.tied_head,
-        "eos_token_id": tokenizer.EOT,
+        "eos_token_id": find_eot(config),
     }
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     shutil.copy(model.__file__, folder)
@@ -278,6 +289,9 @@ def save_hf_tokenizer(folder: Path, max_length: int) -> None:
 
     merges, vocab = tokenizer.find_vocabulary()
     GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=max_length).save_pretrained(folder)
+    # For the tokenizer of transformers 4; transformers 5 writes tokenizer.json alone.
+    shutil.copyfile(vocab, folder / "vocab.json")
+    shutil.copyfile(merges, folder / "merges.txt")
 
 
 # ------------------------------------------------------------------------- checkpoints of older trainers

@@ -15,7 +15,6 @@ No evaluation changes the weights, the gradients, the order of the data or the r
 import math
 from abc import ABC, abstractmethod
 from functools import cache, cached_property
-from itertools import takewhile
 from pathlib import Path
 from zlib import crc32
 
@@ -24,6 +23,7 @@ import torch
 
 from evaluation import multiple_choice
 from evaluation.multiple_choice import Example
+from model import has_gpt2_tokens
 from system.distributed import Runtime
 from system.facts import NOTED, Fact, Facts
 from system.printing import print0, progress_bar
@@ -171,7 +171,7 @@ def validate(loss: Loss, data: Loader, val_tokens: int, rt: Runtime, B: int) -> 
     count = min(val_tokens // data.T, data.order.sequences_per_epoch)
     sequences = data.order.span(0, count)  # (count, 2) of (shard, sequence)
     stride = B * rt.world_size
-    has_text = tokenizer.has_gpt2_tokens(data.vocab_size)
+    has_text = has_gpt2_tokens(data.vocab_size)
 
     # The mean loss and the number of sequences of each batch, and the bytes of all targets. The losses are read at the
     # end, because reading a loss waits for the device.
@@ -262,13 +262,12 @@ class Samples(Evaluation):
     def prompt(self) -> list[int]:
         """The ids that samples continue: --sample-prompt or, if that is @val, the first words of the val split."""
         if self.cfg.sample_prompt != "@val":
-            prompt = tokenizer.encoding().encode(self.cfg.sample_prompt, allowed_special="all")
-            return prompt[-self.cfg.model.block_size :] or [tokenizer.EOT]  # an empty prompt starts a document
+            return tokenizer.encode_prompt(self.cfg.sample_prompt)[-self.cfg.model.block_size :]
 
         # The first document: without the <|endoftext|> at its beginning, and up to the next one.
         data = self.validation.data
         tokens = data.read(data.order.span(0, 1))[0].tolist()  # (T + 1,)
-        document = list(takewhile(lambda token: token != tokenizer.EOT, tokens[1:]))
+        document = list(tokenizer.until_eot(tokens[1:]))
         return document[:PROMPT_TOKENS] or [tokenizer.EOT]
 
     def is_due(self, now: Step) -> bool:
@@ -277,7 +276,7 @@ class Samples(Evaluation):
 
     def why_off(self) -> str:
         vocab_size = self.cfg.model.vocab_size
-        is_gpt2s = tokenizer.has_gpt2_tokens(vocab_size)
+        is_gpt2s = has_gpt2_tokens(vocab_size)
         return "" if is_gpt2s else f"samples are off: the vocabulary has {vocab_size} tokens, and is not GPT-2's"
 
     def facts(self) -> Facts:
@@ -293,5 +292,8 @@ class Samples(Evaluation):
         generator = torch.Generator(device).manual_seed(self.cfg.seed)
         idx = torch.tensor(NUM_SAMPLES * [self.prompt], device=device)  # (NUM_SAMPLES, T)
         rows = trainer.model.generate(idx, SAMPLE_TOKENS, generator=generator).tolist()
-        texts = tokenizer.encoding().decode_batch(rows)
+        texts = []
+        for row in rows:
+            new_ids = tokenizer.until_eot(row[len(self.prompt) :])
+            texts.append(tokenizer.encoding().decode([*self.prompt, *new_ids]))
         return {}, "".join(f"sample {i} of {NUM_SAMPLES}\n{text}\n" for i, text in enumerate(texts, 1))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from model import ANY_LENGTH_KERNELS, GPT, GPTConfig, token_losses
+from model import ANY_LENGTH_KERNELS, GPT, GPTConfig, has_gpt2_tokens, token_losses
 from system.distributed import Runtime
 from system.errors import UserError, explain_errors, require
 from system.printing import progress_bar
@@ -81,7 +81,7 @@ def load_examples(path: str | Path = HELLASWAG_DATA, limit: int = 0) -> list[Exa
 
 def why_unreadable(examples: list[Example], config: GPTConfig) -> str:
     """Why a model of this shape cannot read the examples; "" if it can."""
-    if not tokenizer.has_gpt2_tokens(config.vocab_size):
+    if not has_gpt2_tokens(config.vocab_size):
         return f"the model has a vocabulary of {config.vocab_size} tokens, not GPT-2's"
     # A long context can be cut, but the model must read an ending as a whole.
     longest = max(len(ending) for example in examples for ending in example.endings)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lifecycle.microbatch import choose_micro_batch_size, explain_out_of_memory
+from lifecycle.microbatch import MEMORY_FIX, choose_micro_batch_size
 from model import GPT
 from system import machine
 from system.distributed import Runtime
@@ -26,7 +26,7 @@ def build_trainer(
     """The trainer of a run of max_steps. model: with its first weights. saved: the train state to continue from, which
     State.copy returned. Raises UserError if the train state does not match this code, if not even one sequence fits in
     memory, or if a batch does not divide evenly over the ranks. Every rank must call this."""
-    with explain_out_of_memory(rt):
+    with machine.explain_out_of_memory(MEMORY_FIX):
         # [ranks] All begin with rank 0's weights, because random weights may differ by rounding between processors.
         model.recompute = cfg.recompute
         model.to(rt.device).train()

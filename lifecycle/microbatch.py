@@ -6,13 +6,10 @@ compiles everything that the run compiles.
 
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 from system import machine
-from system.distributed import Runtime
 from system.errors import UserError, require
 from system.printing import print0
 from training.config import TrainConfig
@@ -23,7 +20,10 @@ from training.step import Trainer
 
 MAX_AUTO_SEQUENCES = 64
 
-MEMORY_FIX = "use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or model, or a larger card"
+MEMORY_FIX = (
+    "lower --micro-batch-size, or use --recompute, --zero-stage 1 (on several GPUs), a smaller --sequence-length or "
+    "model, or a larger card"
+)
 
 COMPILER_FIX = (
     f"it needs a C compiler and Python's headers: sudo apt-get install gcc python3.{sys.version_info.minor}-dev; "
@@ -71,7 +71,7 @@ def choose_micro_batch_size(trainer: Trainer, max_steps: int, has_state: bool) -
                 return B
             limit = B // 2
     tokens = f"{B} x {cfg.sequence_length} tokens"
-    raise UserError(f"out of memory with {tokens} at once; lower --micro-batch-size, or {MEMORY_FIX}")
+    raise UserError(f"out of memory with {tokens} at once; {MEMORY_FIX}")
 
 
 def divisors_of_share(cfg: TrainConfig, world_size: int, max_steps: int) -> list[int]:
@@ -162,15 +162,3 @@ def run_passes(trainer: Trainer, B: int) -> None:
     if cfg.val_every:
         with torch.no_grad(), rt.autocast():
             loss(x, y)
-
-
-@contextmanager
-def explain_out_of_memory(rt: Runtime) -> Iterator[None]:
-    """Turn an out-of-memory error, which the same command would meet again, into one line that says what to do."""
-    try:
-        yield
-    except RuntimeError as e:
-        if not machine.is_out_of_memory(e):
-            raise
-        problem = f"out of memory on rank {rt.rank}: {e!s:.160}"
-        raise UserError(f"{problem}; lower --micro-batch-size, or {MEMORY_FIX}") from None

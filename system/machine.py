@@ -16,7 +16,8 @@ import resource
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,17 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory ran out: the compiler, cuBLAS and a CPU do not raise OutOfMemoryError."""
     words = ("out of memory", "OutOfMemory", "ALLOC_FAILED", "can't allocate memory")
     return any(word in f"{type(error).__name__} {error}" for word in words)
+
+
+@contextmanager
+def explain_out_of_memory(fix: str) -> Iterator[None]:
+    """Turn an out-of-memory error, which the same command would meet again, into one line that says what to do."""
+    try:
+        yield
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        raise UserError(f"out of memory: {e!s:.200}; {fix}") from None
 
 
 def keep_freed_memory() -> None:

@@ -66,6 +66,8 @@ def test_every_network_runs_in_transformers(tmp_path, name, monkeypatch, modules
 
     # Every weight is from the file; the rows that pad the vocabulary are dropped.
     assert not any(report.values()), report
+    (tmp_path / "plain").touch()  # with the permissions that the umask leaves
+    assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {(tmp_path / "plain").stat().st_mode}
     assert needs_code == any((tmp_path / "out").glob("*.py")) == (name not in GPT2S)
     expected = model(idx)[0][..., :V]
     torch.testing.assert_close(hf_model(idx).logits, expected, atol=1e-4, rtol=0)
@@ -76,9 +78,9 @@ def test_every_network_runs_in_transformers(tmp_path, name, monkeypatch, modules
     again = convert.load_hf(tmp_path / "out")
     torch.testing.assert_close(again(idx)[0], expected, atol=1e-4 if is_typical else 0, rtol=0)
     assert not again.training
+    assert hf_model.generation_config.eos_token_id == (tokenizer.EOT if is_typical else None)
     if not is_typical:
         return
-    assert hf_model.generation_config.eos_token_id == tokenizer.EOT
 
     # Also after transformers has saved it.
     hf_model.save_pretrained(tmp_path / "by transformers")
@@ -94,8 +96,8 @@ def test_every_network_runs_in_transformers(tmp_path, name, monkeypatch, modules
 
 
 def test_every_size_survives_an_export(tmp_path):
-    """Of another vocabulary than GPT-2's no row is cut off, and there is no tokenizer. llama.cpp's converter and
-    CTranslate2's read these keys from the file, without transformers' defaults."""
+    """Of another vocabulary than GPT-2's no row is cut off, and there is no tokenizer and no end of text. llama.cpp's
+    converter and CTranslate2's read these keys from the file, without transformers' defaults."""
     model = make_network(vocab_size=100_352, block_size=24, n_embd=48, n_layer=2)
     convert.save_hf(model, tmp_path / "out")
     assert same_bits(convert.load_hf(tmp_path / "out").state_dict(), model.state_dict())
@@ -103,6 +105,7 @@ def test_every_size_survives_an_export(tmp_path):
 
     config = read_json(tmp_path / "out/config.json")
     expected = {"n_ctx": 24, "n_positions": 24, "n_embd": 48, "n_head": 4, "n_layer": 2, "layer_norm_epsilon": 1e-5}
+    expected |= {"bos_token_id": None, "eos_token_id": None}
     assert config | expected == config
     assert (config["activation_function"], config["architectures"]) == ("gelu_new", ["GPT2LMHeadModel"])
 
@@ -120,11 +123,17 @@ def test_an_edit_without_a_setting_is_not_exported_as_gpt2(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_the_tokenizer_is_that_of_openai(tmp_path):
-    from transformers import AutoTokenizer
+@pytest.mark.parametrize("tokenizer_class, unread", [
+    ("AutoTokenizer", ["vocab.json", "merges.txt"]),
+    ("GPT2Tokenizer", ["tokenizer.json"]),  # in transformers 4
+])  # fmt: skip
+def test_the_tokenizer_is_that_of_openai(tmp_path, tokenizer_class, unread):
+    import transformers
 
     convert.save_hf(make_network(NETWORKS["record8"]), tmp_path / "out")
-    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for name in unread:
+        (tmp_path / "out" / name).unlink()
+    hf_tokenizer = getattr(transformers, tokenizer_class).from_pretrained(tmp_path / "out")
     assert hf_tokenizer.model_max_length == 32
     for text in TRICKY_TEXTS:
         tokens = hf_tokenizer(text)["input_ids"]

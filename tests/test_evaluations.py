@@ -17,7 +17,7 @@ from evaluation import verdict
 from evaluation.evaluations import Evaluation, Samples, Validation, make_list, measure, validate
 from lifecycle import plan
 from lifecycle.build import build_trainer
-from model import GPT
+from model import GPT, Sampler
 from system.distributed import Runtime
 from tokens import shards
 from tokens.tokenizer import EOT, encoding
@@ -144,10 +144,20 @@ def test_samples_continue_the_users_own_text(tmp_path, document, prompt):
     assert encoding().decode(samples.prompt) == prompt
 
 
-def test_a_long_prompt_loses_its_beginning(tiny_config):
-    cfg = tiny_config("--sample-prompt", "begin " + "long " * 50)
+def test_a_long_prompt_loses_its_beginning(tiny_config, capsys):
+    """And a backslash with an n is no line break, which is said."""
+    cfg = tiny_config("--sample-prompt", r"begin\n " + "long " * 50)
     samples = Samples(cfg, Validation(cfg))
     assert encoding().decode(samples.prompt) == " long" * 31 + " "
+    assert r"$'...\n...'" in capsys.readouterr().err
+
+
+def test_a_sample_ends_at_its_own_end_of_text(tiny_config, monkeypatch):
+    drawn = iter([[995, EOT, 0, 0], [EOT, 11, 0, 0], [11, 11, EOT, EOT]])
+    monkeypatch.setattr(Sampler, "draw", lambda *_: torch.tensor(next(drawn)))
+    cfg = tiny_config("--sample-prompt Hello")
+    _, text = Samples(cfg, Validation(cfg)).measure(SimpleNamespace(rt=CPU, model=make_network(n_layer=1)))
+    assert text.splitlines()[1::2] == ["Hello world", "Hello", "Hello!!", "Hello!!"]
 
 
 def test_what_acts_in_training_only_does_not_act_in_an_evaluation(train, one_run, tmp_path):

@@ -3,6 +3,7 @@ test_runtimes.py compares them with the LM Evaluation Harness."""
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from evaluation.multiple_choice import (
     score,
     summarize,
 )
-from model import GPTConfig
+from model import GPT, GPTConfig
 from system.distributed import Runtime
 from system.facts import compare
 from tokens import tokenizer
@@ -102,7 +103,7 @@ def test_ranks_share_the_work_exactly(model, examples, monkeypatch):
 
 
 def test_bfloat16_is_blind_to_what_logits_share(examples):
-    """As in test_loss.py: -100 in every logit moves no score."""
+    """As in test_head.py: -100 in every logit moves no score."""
     model = make_network(block_size=128, n_layer=1, n_head=2, n_embd=64, tied_head=False)
     torch.nn.init.ones_(model.transformer.ln_f.bias)
     rt = replace(CPU, dtype=torch.bfloat16)
@@ -212,6 +213,13 @@ def test_numbers_that_overflow_are_no_score(run, rows, tmp_path):
     assert math.isnan(found["acc"]) and math.isnan(found["acc_norm"])
     flags = ["--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype float32"]
     assert "not finite" in run(*flags, exit_code=1) and not (tmp_path / "out").exists()
+
+
+def test_a_lack_of_memory_is_one_line(run, rows, model, tmp_path, monkeypatch):
+    write_model(tmp_path, model)
+    monkeypatch.setattr(GPT, "hidden", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")))
+    output = run("--model", tmp_path, "--data", rows, "--device cpu", exit_code=1)
+    assert "Tried 2 GiB; " in output and "Traceback" not in output
 
 
 def test_all_rows_are_downloaded_once_or_none(run, rows, tmp_path):

@@ -216,6 +216,18 @@ def test_a_pushed_model_comes_back_and_loads(run, hub, trained_run, tmp_path):
         (copy / name).unlink()
 
 
+def test_a_push_keeps_what_people_wrote_on_the_hub(run, hub, trained_run):
+    """In README.md, where it replaces the table of scores, if that is there."""
+    run("push-model", trained_run, "tester/run")
+    card = hub.root / "models/tester/run/README.md"
+    text = "---\nlicense: mit" + card.read_text().removeprefix("---") + "Trained on wishes.\n"
+    score = load_metrics(trained_run)[-1]["val_loss"]
+    for before, after in ((text, text.replace(f"| 12 | {score:.4f} |", "| 6 | - |")), ("mine", "mine")):
+        card.write_text(before)
+        run("push-model", trained_run / "model_00006.pt", "tester/run")
+        assert card.read_text() == after and "| 12 |" not in after
+
+
 # Flags | what the repository then has.
 CHOSEN = """
 --steps best --with-optimizer | model_00003 model_00006 model_00012 optim_00012

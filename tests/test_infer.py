@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from unittest.mock import Mock
 
 import helpers
 import pytest
@@ -12,6 +13,7 @@ from networks import make_network
 
 import infer
 from checkpoints.open_model import open_model
+from model import KVCache
 from tokens import tokenizer
 
 EOT = tokenizer.EOT
@@ -85,6 +87,9 @@ def test_prompts_are_text(run_main, run_dir):
     assert run_main(run_dir, flags, "--", "-Hello").out.startswith("-Hello")
     # The token between documents is one token: a prompt of 32 of them fills the context.
     assert run_main(run_dir, "<|endoftext|>" * 32, flags).out.startswith("<|endoftext|>")
+    for prompt, is_named in ((r"Q: a\nA:", True), ("Q: a\nA:", False)):
+        printed = run_main(run_dir, prompt, flags)
+        assert printed.out.startswith(prompt) and (r"$'...\n...'" in printed.err) == is_named
     assert run_main(run_dir, flags, "--top-p 1e-6").out == run_main(run_dir, flags, "--temperature 0").out != "\n"
 
 
@@ -94,13 +99,14 @@ def test_prompts_are_text(run_main, run_dir):
 def test_samples_end_each_where_they_end(capsys):
     """Or, after Ctrl-C, as far as they are."""
 
-    def generate(*last_ids):
-        yield from ([15496, 17250], [995, EOT], last_ids)
+    def interrupt(steps):
+        yield from steps
         raise KeyboardInterrupt
 
-    infer.write_samples("> ", generate(EOT, 612), as_json=False)
+    steps = [[15496, 17250], [995, EOT]]
+    infer.write_samples("> ", [*steps, [EOT, EOT]], as_json=False)
     with pytest.raises(KeyboardInterrupt):
-        infer.write_samples("> ", generate(0, 612), as_json=False)
+        infer.write_samples("> ", interrupt([*steps, [0, EOT]]), as_json=False)
     infer.write_stream("> ", iter([15496, EOT, 612]))
     samples = "--- sample 1\n> Hello world{}\n--- sample 2\n> Hi\n"
     assert capsys.readouterr().out == samples.format("") + samples.format("!") + "> Hello\n"
@@ -124,7 +130,15 @@ def test_text_is_written_as_it_is_generated(capsys):
     assert capsys.readouterr().out == "one two \ufffd\n"
 
 
-# ------------------------------------------------------------------------- precision and speed
+# ------------------------------------------------------------------------- memory, precision and speed
+
+
+def test_a_lack_of_memory_is_one_line(run_main, run_dir, monkeypatch):
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 73728000000 bytes")
+    monkeypatch.setattr(KVCache, "append", Mock(side_effect=error))
+    message = run_main(run_dir, "Hi", "--num-samples 500", exit_code=1).err
+    assert "73728000000" in message and "--num-samples" in message and "--max-new-tokens" in message
+    assert "Traceback" not in message
 
 
 def test_a_network_beyond_float16_is_named(run_main, tmp_path):
@@ -139,7 +153,7 @@ def test_a_network_beyond_float16_is_named(run_main, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_bfloat16_samples_ignore_what_logits_share(is_tied):
-    """As in test_loss.py: the differences between logits stay when all lie near -100, where bfloat16 steps by 0.5. A
+    """As in test_head.py: the differences between logits stay when all lie near -100, where bfloat16 steps by 0.5. A
     tied embedding stays as it is."""
     model = make_network(vocab_size=512, n_layer=1, n_head=2, n_embd=64, tied_head=is_tied)
     idx = torch.arange(80).view(4, 20)

@@ -11,6 +11,7 @@ from helpers import CPU, assert_curves_close, refused
 
 from lifecycle import microbatch
 from system.errors import UserError
+from system.machine import explain_out_of_memory
 from training.presets import PRESETS
 
 GPU, MAC = (replace(CPU, device=torch.device(name)) for name in ("cuda:0", "mps"))
@@ -105,9 +106,9 @@ def test_a_cpu_and_a_mac_take_a_size_that_surely_fits(card, preset, B):
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():
-    with refused("--zero-stage 1"), microbatch.explain_out_of_memory(CPU):
+    with refused("--zero-stage 1"), explain_out_of_memory(microbatch.MEMORY_FIX):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")
-    with pytest.raises(RuntimeError, match="assert"), microbatch.explain_out_of_memory(CPU):
+    with pytest.raises(RuntimeError, match="assert"), explain_out_of_memory(microbatch.MEMORY_FIX):
         raise RuntimeError("device-side assert triggered")
 
 

@@ -9,7 +9,7 @@ import torch
 from helpers import read_table
 from networks import NETWORKS, make_network
 
-from model import GPT, VOCAB_SIZE, GPTConfig, KVCache, Sampler
+from model import EOT, GPT, GPTConfig, KVCache, Sampler
 
 
 def make_idx(B=2, T=24):
@@ -162,9 +162,20 @@ def test_the_cache_gives_the_logits_of_a_full_pass(name):
 def test_eot_is_drawn_and_padded_ids_never():
     model = make_network()
     with torch.no_grad():
-        model.transformer.wte.weight[VOCAB_SIZE - 1 :] *= 1000  # EOT and the ids that only pad are by far the likeliest
+        model.transformer.wte.weight[EOT:] *= 1000  # EOT and the ids that only pad are by far the likeliest
     for temperature, top_k in ((0, 50), (1.0, 50), (5.0, None)):
-        assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() == VOCAB_SIZE - 1
+        assert model.generate(make_idx(4, 4), 20, temperature, top_k).max() == EOT
+
+
+@pytest.mark.parametrize("vocab_size, first, second", [
+    (50304, [5, 6, EOT], [EOT, EOT, EOT]),
+    (100_352, [5, 6, EOT, 9], [EOT, 7, 8, 9]),  # another vocabulary, in which 50256 is a word
+])  # fmt: skip
+def test_text_ends_once_every_row_has_drawn_eot(monkeypatch, vocab_size, first, second):
+    drawn = iter([[5, EOT], [6, 7], [EOT, 8], [9, 9]])
+    monkeypatch.setattr(Sampler, "draw", lambda *_: torch.tensor(next(drawn)))
+    out = make_network(vocab_size=vocab_size, n_layer=1).generate(torch.tensor([[1], [EOT]]), 4)
+    assert out.tolist() == [[1, *first], [EOT, *second]]
 
 
 # Temperature, top_k and top_p | how often each of four ids is drawn | why.

@@ -60,7 +60,7 @@ def largest_differences(a, b):
     rows = list(zip(load_metrics(a), load_metrics(b), strict=True))
     assert len(rows) == STEPS + 1
     differences = {}
-    for key in ("step", "train_loss", "val_loss", "grad_norm", "lr"):
+    for key in ("step", "tokens", "train_loss", "val_loss", "grad_norm", "lr"):
         pairs = [(x.get(key, 0), y.get(key, 0)) for x, y in rows]
         differences[key] = max(abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in pairs)
 

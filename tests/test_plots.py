@@ -19,7 +19,7 @@ def loss_at(step):
     return 3.5 + 7 * math.exp(-step / 300)
 
 
-def write_run(folder, steps=300, keys=KEYS, factor=1, **config):
+def write_run(folder, steps=300, keys=KEYS, factor=1, tokens_per_step=524_288, **config):
     """A run folder with smooth curves of these keys, evaluated every 50 steps; all of them times a factor."""
     rows = []
     for step in range(steps):
@@ -27,10 +27,12 @@ def write_run(folder, steps=300, keys=KEYS, factor=1, **config):
         if step % 50 == 0:
             row |= {"val_loss": loss_at(step), "hellaswag_acc_norm": 0.25 + step / steps / 20}
             row |= dict.fromkeys(OTHER_KEYS, 4.0)
-        rows.append({"step": step, **{key: factor * row[key] for key in keys if key in row}})
+        measured = {key: factor * row[key] for key in keys if key in row}
+        rows.append({"step": step, "tokens": step * tokens_per_step, **measured})
     folder.mkdir(parents=True)
     write_jsonl(folder / "metrics.jsonl", rows)
-    (folder / "config.json").write_text(json.dumps({"preset": "quickstart", "total_batch_size": 524_288, **config}))
+    config = {"preset": "quickstart", "total_batch_size": tokens_per_step, **config}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -80,6 +82,7 @@ step     1 | loss: 9.500000 | lr 2.0000e-06 | norm: 2.0000 | dt: 802.85ms | tok/
 validation loss: 5.9000
 HellaSwag accuracy: 2545/10042=0.2534
 rank 0 sample 0: val 3 of them
+1 ) How do I
 step   250 | loss: 5.850000 | lr 3.0000e-06 | norm: 1.0000 | dt: 802.85ms | tok/sec: 653033.00
 validation loss: 5.0000
 """),
@@ -141,6 +144,17 @@ def test_one_run(draw, tmp_path):
     assert is_joined == {300: True, plots.PARTS: True, 6: False}
 
 
+def test_runs_of_different_batch_sizes_are_drawn_over_tokens(draw, tmp_path, capsys):
+    """A short run is drawn as it is, also its first losses. A log does not have the tokens."""
+    runs = [write_run(tmp_path / str(tokens), 80, tokens_per_step=tokens) for tokens in (1000, 3000)]
+    (tmp_path / "log.txt").write_text(LOGS["log.txt"][1])
+    panels, legend = draw(*runs, tmp_path, x="tokens")
+    assert {line.get_xdata()[-1] for line in panels["Learning"].lines} == {79_000, 237_000}
+    assert panels["Loss"].get_xlabel() == "tokens" and panels["Loss"].get_ylim()[1] > loss_at(0)
+    assert [text.get_text().rpartition(", ")[2] for text in legend.get_texts()] == ["tokens 79,000", "tokens 237,000"]
+    assert f"no measured tokens in {tmp_path};" in capsys.readouterr().out
+
+
 def test_what_an_experiment_measures_is_drawn(draw, tmp_path):
     """A val loss beside the loss, anything else in a panel of its own."""
     panels, _ = draw(write_run(tmp_path / "run", keys=(*KEYS, *OTHER_KEYS)))
@@ -181,28 +195,37 @@ def test_a_run_that_diverged_does_not_squash_the_others(draw, tmp_path):
             assert {line.get_color() for line in ax.lines if len(line.get_xdata()) > 2} == set(colours)
 
 
-# A preset | the steps of a run | how many public runs are drawn behind it.
+# A preset | the steps of a run | how many public runs are drawn behind it | over what.
 RECIPES = """
-gpt2-124m    | 19073 | 1
-record8-124m | 4578  | 1
-record8-124m | 99    | 0
+gpt2-124m    | 19073 | 1 | step
+record8-124m | 4578  | 1 | tokens
+record8-124m | 99    | 0 | step
 """
 
 
-@pytest.mark.parametrize("preset, steps, drawn", read_table(RECIPES))
-def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, capsys, preset, steps, drawn):
+@pytest.mark.parametrize("preset, steps, drawn, x", read_table(RECIPES))
+def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, capsys, preset, steps, drawn, x):
     reference = next(found for found in read_references() if found.preset == preset)
     recipe = {"preset": preset, "resolved_max_steps": int(steps)}
     run = write_run(tmp_path / "run", 2001, ("val_loss", "hellaswag_acc_norm"), **recipe)
     assert not draw(run)[0]["Loss"].collections
-    panels, _ = draw(run, reference=True)
+    panels, _ = draw(run, reference=True, x=x)
     assert (f"{run}: no public run" in capsys.readouterr().out) == (drawn == "0")
     assert len(panels["HellaSwag"].collections) == len(panels["Loss"].collections) == int(drawn)
     for band in panels["Loss"].collections:
         vertices = band.get_paths()[0].vertices  # (N, 2): x, loss
-        losses = vertices[vertices[:, 0] == 1000, 1]
+        losses = vertices[vertices[:, 0] == (1000 if x == "step" else 524_288_000), 1]
         assert (losses.min(), losses.max()) == reference.expected_range(1000)
         assert vertices[:, 0].max() <= panels["Loss"].get_xlim()[1]
+
+
+def test_a_log_is_named_and_nothing_else_is_read(draw, tmp_path, capsys):
+    """Of several logs in a folder the last by its name is drawn. A checkpoint is no text."""
+    for name in ("train-1.log", "train-2.log", "model.pt"):
+        (tmp_path / name).write_text(LOGS["ours.log"][1])
+    _, legend = draw(tmp_path, tmp_path / "model.pt")
+    assert [text.get_text().partition(": ")[0] for text in legend.get_texts()] == [str(tmp_path / "train-2.log")]
+    assert "model.pt; plots.py reads .jsonl, .txt, .log" in capsys.readouterr().out
 
 
 def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch, capsys):
@@ -216,6 +239,8 @@ def test_the_image_is_where_and_as_its_name_says(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "curves.png").is_file() and (a / "curves.png").is_file()
     assert "<svg" in (tmp_path / "deep/er.svg").read_text()
     assert "skipped: no measured step in begun" in capsys.readouterr().out
+    with refused(r"er\.foo .*\.png, .*\.svg"):
+        plots.draw([a], "er.foo")
     with refused(f"begun; {tmp_path} has the runs .*{b}"):
         plots.draw([tmp_path / "begun"], "none.png")
 

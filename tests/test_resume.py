@@ -10,6 +10,7 @@ from helpers import (
     CPU,
     delete_checkpoints_after,
     load_curve,
+    load_metrics,
     load_weights,
     parse_config,
     refused,
@@ -192,6 +193,7 @@ def test_another_batch_goes_on_after_what_was_read(train, trained_run):
         read.reset_mock()
         train(run, flags, "--max-steps 14 --resume auto")
     assert read.call_args_list[0].args[1:3] == (144, 16)
+    assert [row["tokens"] for row in load_metrics(run)] == list(range(48 * 32, 176 * 32 + 1, 512))
 
 
 def test_other_data_are_refused(tiny_data, refuses):

@@ -19,12 +19,16 @@ import base64
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
+import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from system.errors import UserError, require
+from system.printing import print0
 
 if TYPE_CHECKING:
     import gigatoken
@@ -35,14 +39,6 @@ SHA256 = {  # as pinned in tiktoken_ext.openai_public
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-# A network may have more rows than GPT-2 has tokens: they pad to a round number, of at most a multiple of 1,024
-# (Megatron on 8 GPUs).
-MAX_ROWS = 51_200
-
-
-def has_gpt2_tokens(vocab_size: int) -> bool:
-    """Whether a network with so many rows in its embedding can have been trained on GPT-2's tokens."""
-    return EOT < vocab_size <= MAX_ROWS
 
 
 def find_package(name: str, content: str, command: str) -> Path:
@@ -83,6 +79,20 @@ def encoding() -> tiktoken.Encoding:
     # Texts never become special tokens: encode_ordinary takes "<|endoftext|>" as the characters it is made of.
     special_tokens = {"<|endoftext|>": EOT}
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=load_ranks(), special_tokens=special_tokens)
+
+
+def encode_prompt(text: str) -> list[int]:
+    """The ids of a prompt, in which <|endoftext|> is the token between documents. An empty prompt starts a document."""
+    # A shell passes on what stands between ordinary quotes as it is.
+    if r"\n" in text:
+        line = r"the prompt has a backslash and an n, not a line break; for a line break, type $'...\n...'"
+        print0(line, file=sys.stderr)
+    return encoding().encode(text, allowed_special="all") or [EOT]
+
+
+def until_eot(ids: Iterable[int]) -> Iterator[int]:
+    """The ids before the first <|endoftext|>."""
+    return itertools.takewhile(lambda token: token != EOT, ids)
 
 
 def bulk_encoder() -> gigatoken.Tokenizer:

@@ -109,7 +109,8 @@ class TrainConfig(Recipe):
     hellaswag_data: str = setting(HELLASWAG_DATA, "HellaSwag rows, a .jsonl file")
     sample_every: int = setting(250, "steps between samples")
     sample_prompt: str = setting(
-        "Hello, I'm a language model,", "text to continue; @val: the first words of the val split"
+        "Hello, I'm a language model,",
+        r"text to continue, with a line break: $'...\n...'; @val: the first words of the val split",
     )
     save_every: int = setting(250, "steps between checkpoints; 0: only at the end")
     keep: int = setting(2, "newest checkpoints to keep, besides the best by val loss; 0: all")
