@@ -105,10 +105,24 @@ def best_step(run_dir: Path, steps: list[int] | None = None) -> int | None:
     return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
 
 
+def best_saved_steps(run_dir: Path) -> list[int]:
+    """The saved steps that may have the best weights: the one with the lowest val loss, and the newest, unless its val
+    loss was measured and is higher. A run that was stopped or killed may have ended before that measurement."""
+    saved = complete_steps(run_dir, ["model"])
+    best = best_step(run_dir, saved)
+    if best is None:
+        return saved[-1:]
+    is_measured = "val_loss" in read_step(run_dir, saved[-1])
+    return [best] if is_measured else [best, saved[-1]]
+
+
 def describe_best(path: Path) -> str:
-    """For people who open a run folder, and so its newest weights: which of the others have a lower val loss, or ""."""
-    saved = complete_steps(path, ["model"])
-    best = best_step(path, saved)
-    if best is None or best == saved[-1]:
+    """For people who open a run folder, and so its newest weights: which of the others may be better, or ""."""
+    newest = complete_steps(path, ["model"])[-1:]
+    best = best_saved_steps(path)
+    if best == newest:
         return ""
-    return f"; {model_path(path, best)} has a lower val loss"
+    lowest = model_path(path, best[0])
+    if best[1:] == newest:
+        return f"; its val loss was not measured; {lowest} has {read_step(path, best[0])['val_loss']:.4f}"
+    return f"; {lowest} has a lower val loss"
