@@ -45,12 +45,13 @@ from training import optim
 
 
 def test_a_run_moves_between_numbers_of_ranks(train_ranks, one_run, trained_run, monkeypatch):
-    """From 1 rank to 2 and 4, ZeRO-1 on and off; a time limit ends the second part after a step."""
+    """From 1 rank to 2 and 4, ZeRO-1 on and off; a time limit ends the second part after a step, which it validates."""
     monkeypatch.setenv("TRAIN_START_TIME", "0")
-    delete_checkpoints_after(trained_run, 6)
+    delete_checkpoints_after(trained_run, 3)
     flags = "--micro-batch-size 2 --resume auto"
     train_ranks(2, trained_run, flags, "--zero-stage 1 --time-limit 1s")
-    assert latest_step(trained_run) == 7
+    assert latest_step(trained_run) == 4
+    assert load_metrics(trained_run)[4]["val_loss"] == pytest.approx(load_curve(one_run)[4][1], rel=2e-4)
     train_ranks(4, trained_run, flags)
     assert_curves_close(trained_run, one_run)
 
@@ -111,18 +112,19 @@ def signal_rank_1_in(module, name):
 
 
 def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(train_ranks, tmp_path):
-    """With exit code 0, after the step in progress. Muon, which has AdamW beside it, with float32 copies of bfloat16
-    weights, and all of it sharded."""
+    """With exit code 0, soon in an evaluation, of which nothing is written, and after the step in progress. Muon, which
+    has AdamW beside it, with float32 copies of bfloat16 weights, and all of it sharded."""
     flags = "--optimizer muon --param-dtype bfloat16 --zero-stage 1 --model.no-tied-head --max-steps 4 --val-every 2"
-    flags += " --resume auto"
+    flags += " --micro-batch-size 1 --resume auto"
     whole, run = tmp_path / "whole", tmp_path / "run"
     train_ranks(2, whole, flags)
 
-    for step, place in (1, ["lifecycle.open_run", "open_data"]), (2, ["training.step", "to_device"]):
+    for step, place in (0, ["evaluation.evaluations", "to_device"]), (1, ["training.step", "to_device"]):
         output = train_ranks(2, run, flags, prepare=partial(signal_rank_1_in, *place))
         assert "another rank" in output
         # No rank ends before the last checkpoint, because torchrun ends all of them soon after the first.
         assert output.count(f"newest checkpoint: {step}") == 2
+        assert (run / "metrics.jsonl").exists() == (step > 0)
     train_ranks(2, run, flags)
 
     assert load_curve(run) == load_curve(whole)
