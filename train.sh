@@ -61,7 +61,7 @@ main() {
 fail() { echo "error: $*" >&2; exit 1; }
 log() { echo "$(date '+%F %T') train.sh: $*"; }
 
-# Set args, those of the trainer, and out, the run folder.
+# Set args, those of the trainer, out, the run folder, and from, the folder that it resumes from.
 read_arguments() {
     args=("$@")
     # A checkpoint stands for its run, which may be past it by now. A name alone is looked for below log/, too.
@@ -90,12 +90,14 @@ read_arguments() {
             --resume) resume=$value ;;
         esac
     done
-    if [[ -z $out && $resume =~ ^(|auto|none)$ ]]; then
+    if [[ $resume =~ ^(|auto|none)$ ]]; then
         [[ $preset != -* ]] || preset=gpt2-124m
-        out=log/$preset
-    elif [[ -z $out ]]; then
-        [[ -e $resume ]] || fail "there is no $resume"
-        [[ -d $resume ]] && out=$resume || out=$(dirname "$resume")
+        : "${out:=log/$preset}"
+        from=$out
+    else
+        [[ -d $resume ]] && from=$resume || from=$(dirname "$resume")
+        [[ -n $out || -e $resume ]] || fail "there is no $resume"
+        : "${out:=$from}"
     fi
     [[ -n $resume ]] || args+=(--resume auto)
     args+=(--out-dir "$out" ${GPU_HOUR_USD:+--gpu-hour-usd "$GPU_HOUR_USD"})
@@ -204,8 +206,9 @@ run() {
 
 # Run the trainer until it has finished, was stopped, has an error of the user's, or has failed too often.
 train() {
-    local first before own=() failures=0
-    first=$(newest_model)
+    local first='' before own=() failures=0
+    # The command names its first checkpoint. A run that continues another one does so once: until it has its own.
+    [[ ! $from -ef $out ]] || first=$(newest_model)
     export TRAIN_STATUS_FILE=$out/status.json TRAIN_START_TIME
     TRAIN_START_TIME=$(date +%s) # from which --time-limit counts
     SECONDS=0                    # bash counts them from here on

@@ -49,7 +49,8 @@ def count_starts(pod):
 
 
 # The words of a command | what the trainer is given, whose last word is the run folder that train.sh looks at. --keep
-# may have deleted a checkpoint that is named; its run is still there, whose three epochs have seven steps.
+# may have deleted a checkpoint that is named; its run is still there, whose three epochs have seven steps. The folder
+# "own" has a checkpoint already.
 COMMANDS = """
                                              | --resume auto --out-dir log/gpt2-124m
 record8-124m --max-steps 5                   | record8-124m --max-steps 5 --resume auto --out-dir log/record8-124m
@@ -61,12 +62,14 @@ record8-124m --out_dir=x/y --resume auto     | record8-124m --out_dir=x/y --resu
 --resume log/old/model_00007.pt --out-dir new| --resume log/old/model_00007.pt --out-dir new --out-dir new
 model_00007.pt 6 --keep 9                    | --resume log/old --epochs 6 --max-steps 14 --keep 9 --out-dir log/old
 log/old/model_00001.pt 6                     | --resume log/old --epochs 6 --max-steps 14 --out-dir log/old
+model_00007.pt --out-dir own                 | --resume log/old --out-dir own --out-dir own --resume own
 """
 
 
 @pytest.mark.parametrize("words, given", read_table(COMMANDS))
 def test_the_trainer_writes_where_train_sh_looks(pod, words, given):
     pod.add_checkpoint("log/old", 7)
+    pod.add_checkpoint("own", 8)
     pod.root.joinpath("log/old/config.json").write_text('{"resolved_max_steps": 7, "epochs": 3}')
     done = pod.call(*words.split())
     pod.wait_until_ended()
