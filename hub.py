@@ -54,7 +54,8 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
 
     # Never publish by accident.
     is_private = api.repo_info(repo, repo_type=repo_type).private
-    require(public or is_private, f"{repo} exists and is public; to push there add --public, or choose another name")
+    fix = "to push there add --public (train.sh: PUSH_PUBLIC=1), or choose another name"
+    require(public or is_private, f"{repo} exists and is public; {fix}")
     return repo
 
 

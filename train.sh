@@ -16,6 +16,7 @@
 #   GPU_HOUR_USD   the price of one GPU for an hour: the log says what the run and this machine cost
 #   PUSH_TO        OWNER/NAME: at the end push the best checkpoint, and the newest with its optimizer state, to this
 #                  private repository of the Hub, for at most an hour; your token is tried before the start
+#   PUSH_PUBLIC    1: push to a repository that is public, or create a public one
 #   PUSH_EVERY     push while it trains, too, every so many seconds; each push stays in the repository
 #   REMOVE_POD     1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none,
 #                  but not after a mistake of yours in the first ten minutes; a minute before, the log announces it
@@ -25,6 +26,8 @@
 set -u
 
 : "${MAX_RESTARTS:=3}" "${GPU_HOUR_USD:=}" "${PUSH_TO:=}" "${PUSH_EVERY:=0}" "${REMOVE_POD:=0}" "${PERSISTENT:=0}"
+public=()
+[[ ${PUSH_PUBLIC-} != 1 ]] || public=(--public)
 # Each RunPod pod has runpodctl; what follows || is the spelling of its version 1.
 pod=${RUNPOD_POD_ID-}
 : "${SHUTDOWN_CMD:=${pod:+runpodctl pod delete $pod || runpodctl remove pod $pod}}"
@@ -112,7 +115,7 @@ check() {
         [[ -n $SHUTDOWN_CMD ]] || fail "REMOVE_POD=1 needs SHUTDOWN_CMD, the command that removes this machine"
         [[ -n $PUSH_TO || $PERSISTENT == 1 ]] || fail "REMOVE_POD=1 needs PUSH_TO, or PERSISTENT=1 for the weights"
     fi
-    [[ -z $PUSH_TO ]] || "$python" "$here/hub.py" check "$PUSH_TO" || exit 1
+    [[ -z $PUSH_TO ]] || "$python" "$here/hub.py" check "$PUSH_TO" "${public[@]}" || exit 1
 
     mkdir -p "$out" || exit 1
     [[ $PERSISTENT != 1 || ! $(df --output=fstype "$out") =~ overlay|tmpfs ]] ||
@@ -168,7 +171,7 @@ supervise() {
     [[ $REMOVE_POD != 1 ]] || end+='this machine is removed if the weights are safe, else '
     log "at the end: $end$stays"
 
-    push=("$python" "$here/hub.py" push-model "$out" "$PUSH_TO" --with-optimizer)
+    push=("$python" "$here/hub.py" push-model "$out" "$PUSH_TO" "${public[@]}" --with-optimizer)
     if [[ $PUSH_EVERY != 0 ]]; then
         push_periodically >>"$out/push.log" 2>&1 9>&- &
         pusher=$!

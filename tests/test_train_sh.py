@@ -293,6 +293,14 @@ def test_a_kill_at_the_end_keeps_the_machine(rented, hub):
     assert not rented.read("removed")
 
 
+def test_a_public_repository_is_pushed_to_if_asked(pod):
+    """The check before the start writes its words to the file checked."""
+    pod.start(PUSH_TO="me/x", PUSH_PUBLIC="1")
+    pod.wait_until_ended()
+    assert pod.read("checked") == "check me/x --public\n"
+    assert pod.read("pushed") == "push-model my run me/x --public --with-optimizer --steps best\n"
+
+
 def test_checkpoints_are_pushed_while_it_trains(pod):
     pod.add_checkpoint("my run", 99999)
     (pod.run / "model_best.pt").touch()  # the user's own
