@@ -242,3 +242,12 @@ def test_data_that_are_read_too_often_are_a_warning(tiny_config, capsys, times, 
     steps = int(times * data.order.sequences_per_epoch / at(0, cfg, 1).sequences)
     plan.print_plan(cfg, CPU, GPT(cfg.model), data, at(0, cfg, steps), steps)
     assert ("warning" in capsys.readouterr().out) == warns
+
+
+@pytest.mark.parametrize("part, warns", [(2, True), (1.02, False)])
+def test_data_with_fewer_steps_than_the_preset_are_a_warning(capsys, part, warns):
+    """19,560 steps of 512 sequences."""
+    cfg = parse_config("llmc-124m", "--data-dir nowhere")
+    data = SimpleNamespace(order=SimpleNamespace(sequences_per_epoch=round(19_560 * 512 / part)), T=1024, files=[])
+    plan.print_plan(cfg, CPU, GPT.without_memory(cfg.model), data, at(0, cfg, 19_560), 19_560)
+    assert ("has 9,780 steps" in capsys.readouterr().out) == warns
