@@ -48,6 +48,9 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
 EAGER_SPEED = 0.69
 
+# The tokens of a step of the published run with the fewest, the lecture's. Smaller steps leave a GPU idle.
+MIN_TOKENS = 16_384
+
 # How fast the state of a run is copied from a GPU; assumed, not measured.
 COPY_BYTES_PER_S = 2e10
 
@@ -208,7 +211,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
 
 def predict(cfg: TrainConfig, card: str) -> str:
     """--card: what the run would take on other cards. Raises UserError for unknown cards, a batch that they cannot
-    share, a network that is too small or only known from its weights, and steps that depend on the data.
+    share, a network that is too small or only known from its weights, float32, and steps that depend on the data.
 
     step time = tokens * FLOPs per token / (GPUs * peak FLOP/s of the slowest * the MFU that it reaches)
     """
@@ -218,6 +221,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
     model = GPT.without_memory(cfg.model)
     fix = "measure it there: --dry-run"
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
+    require(cfg.dtype != "float32", f"--card does not predict --dtype float32; {fix}")
 
     max_steps = cfg.max_steps
     if not max_steps and Path(cfg.data_dir).is_dir():
@@ -235,11 +239,14 @@ def predict(cfg: TrainConfig, card: str) -> str:
     now = at(0, cfg, max_steps)
     step_s = predict_step_s(cfg, cards, now)
     speed = describe_speed(cfg, model, saved_bytes, step_s, now, max_steps, len(cards), peak_flops)
+    evidence = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
+    if cfg.total_batch_size < MIN_TOKENS * len(cards):
+        evidence = f"steps may take much longer: no published run has fewer than {MIN_TOKENS:,} tokens a step on a GPU"
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
         f"{speed}\n"
-        "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md); to measure, use --dry-run there"
+        f"{evidence}; to measure, use --dry-run there"
     )
 
 

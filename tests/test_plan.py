@@ -196,6 +196,11 @@ def test_a_prediction_says_whether_a_run_fits(preset, cards, zero_stage, verdict
     assert verdict in plan.predict(replace(PRESETS[preset], zero_stage=int(zero_stage)), cards)
 
 
+@pytest.mark.parametrize("cards, said", [("H100", "12 published runs"), ("2xH100", "much longer")])
+def test_a_prediction_is_not_vouched_for_where_no_run_was_as_small(cards, said):
+    assert said in plan.predict(VIDEO, cards)
+
+
 def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run_main("train_gpt2.py", "gpt2-124m", "--card 2xA100-80GB --gpu-hour-usd 1.5") == 0
