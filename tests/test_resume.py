@@ -211,6 +211,8 @@ def test_what_changes_is_accepted_and_printed(train, trained_run, monkeypatch, c
     flags = "--max-steps 13 --val-every 5 --seed 1 --allow-drift --resume"
     train("fork", flags, trained_run / "model_00012.pt")
     output = capsys.readouterr().out
+    # Of 12 steps the last rate is --min-lr. Of 13 it is 3e-4 + 27e-4 * (1 + cos(pi 10/11)) / 2.
+    assert "learning rate of step 12: 0.0003 -> 0.000355" in output
     assert "seed: 1337 -> 1" in output and "--val-every: 4 -> 5" in output and "-> 9.9" in output
 
 
