@@ -62,7 +62,10 @@ def newest_model(run_dir: Path) -> Path:
 
 
 def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
-    """The runs in a folder, for a message about one that was not found."""
+    """The steps or the runs in a folder, for a message about one that was not found."""
+    steps = complete_steps(folder, ["model"])
+    if steps:
+        return f"{folder} has the steps {', '.join(map(str, steps))}"
     runs = sorted({str(path.parent) for path in folder.glob(f"*/{files}")})
     return f"{folder} has the runs {', '.join(runs)}" if runs else f"{folder} has no runs"
 
