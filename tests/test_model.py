@@ -103,6 +103,7 @@ def test_parameters_and_flops_are_the_published_ones():
 INITIAL = """
 {"embedding_norm": true}                                                    | 0.02 0.02 0.02 0.02 0.005 0.005
 {"embedding_norm": true, "tied_head": false, "zero_init_projections": true} | 1.0 0.0 0.02 0.02 0.0 0.0
+{"zero_init_projections": true}                                             | 0.02 0.02 0.02 0.02 0.0 0.0
 {"init_std": 0.0}                                                           | 0.0361 0.0361 0.0361 0.0361 0.009 0.009
 """
 
