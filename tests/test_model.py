@@ -191,6 +191,15 @@ def test_sampling_follows_temperature_top_k_and_top_p(settings, expected, why):
     torch.testing.assert_close(frequencies, torch.tensor(json.loads(f"[{expected}]")), atol=0.015, rtol=0)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_nothing_is_drawn_from_logits_of_which_one_is_not_finite(number, temperature):
+    logits = torch.zeros(2, 300)
+    logits[1, 7] = number
+    with pytest.raises(FloatingPointError):
+        Sampler(temperature).draw(logits)
+
+
 def test_text_may_outgrow_the_context():
     model, idx = make_network(), make_idx(2, 30)
     out = model.generate(idx, 40, temperature=0)
