@@ -1,13 +1,14 @@
 """Ranks: how many there are does not show in the result, a run moves between their numbers, and one that differs ends
 all of them. test_distributed.py and test_cli.py have one that fails."""
 
+import copy
 import itertools
 import os
 import re
 import shutil
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest.mock import Mock
 
@@ -35,11 +36,13 @@ from checkpoints import checkpoint
 from checkpoints.run_folder import complete_steps, latest_step, model_path
 from lifecycle import open_run
 from lifecycle.build import build_trainer
+from lifecycle.stop import StopRequest
 from model import GPT, Block
 from system import distributed
 from system.distributed import Runtime
 from system.facts import compare
 from training import optim
+from training.step import Trainer
 
 # ------------------------------------------------------------------------- the same result
 
@@ -149,6 +152,52 @@ def check_shares():
 
 def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
     run_ranks(2, check_shares, *tiny_args, "--optimizer muon --zero-stage 1")
+
+
+@dataclass(frozen=True)
+class LoneRank(Runtime):
+    """One of two ranks, without the other. Rank 0 comes first, and takes the other's values to be its own. Rank 1 gets
+    those of rank 0, and must call the same collectives: it ends at the first call that rank 0 has not made there."""
+
+    calls: list = field(default_factory=list)  # of rank 0: the collective with its caller, and the value
+
+    def exchange(self, name, value):
+        """The value of rank 0 for this call."""
+        call = f"{name} in {sys._getframe(2).f_code.co_name}"
+        if self.rank == 0:
+            self.calls.append((call, copy.deepcopy(value)))
+            return value
+        expected, value_of_0 = self.calls.pop(0) if self.calls else ("nothing more", None)
+        assert call == expected
+        return value_of_0
+
+    def all_reduce(self, tensor):
+        return self.exchange("all_reduce", tensor) + tensor
+
+    def gather(self, value):
+        return [self.exchange("gather", value), value]
+
+    def broadcast(self, tensor, source):
+        self.exchange("broadcast", None)
+
+    def barrier(self):
+        self.exchange("barrier", None)
+
+
+def test_all_ranks_call_the_same_collectives(tiny_config, tmp_path, monkeypatch):
+    """A rank that decided alone to save, to evaluate or to stop would leave the others waiting."""
+    monkeypatch.setattr("lifecycle.build.wrap_in_ddp", lambda loss, rt: loss)
+    monkeypatch.setattr(Trainer, "update", lambda trainer: None)  # the ranks have different gradients
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
+    size = "--model.vocab-size 50304 --model.n-embd 8"
+    flags = [size, "--max-steps 5 --save-every 2 --keep 1 --hellaswag-every 4 --sample-every 4 --hellaswag-data", rows]
+    cfg, rank_0 = tiny_config(*flags, "--out-dir", tmp_path / "run"), LoneRank(CPU.device, CPU.dtype, world_size=2)
+
+    train_gpt2.open_and_train(cfg, rank_0, StopRequest())
+    assert len(rank_0.calls) > 20
+    (tmp_path / "run").rename(tmp_path / "run of rank 0")
+    train_gpt2.open_and_train(cfg, replace(rank_0, rank=1), StopRequest())
+    assert rank_0.calls == []
 
 
 # ------------------------------------------------------------------------- ranks that differ
