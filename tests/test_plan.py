@@ -15,7 +15,6 @@ from model import GPT
 from system import machine
 from system.cards import find_cards
 from system.distributed import Runtime
-from training import optim
 from training.config import TrainConfig
 from training.presets import PRESETS
 from training.schedule import at
@@ -38,7 +37,6 @@ def test_a_checkpoint_is_no_larger_than_assumed(train, tiny_config, optimizer):
     cfg = tiny_config("--optimizer", optimizer)
     model = GPT(cfg.model)
     assumed = plan.checkpoint_bytes(build_trainer(model, cfg, CPU, 1))
-    assert assumed == 4 * model.num_params() + optim.state_bytes(model, cfg)
     assert assumed < size < 1.25 * assumed  # beside the tensors, a tiny model has many names
 
 
@@ -205,8 +203,8 @@ def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run_main("train_gpt2.py", "gpt2-124m", "--card 2xA100-80GB --gpu-hour-usd 1.5") == 0
     out = capsys.readouterr().out
-    hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600
-    assert f"19,073 steps take 7h37m, ${2 * 1.5 * hours:.2f}" in out
+    # 524,288 tokens of 0.86 GFLOP on two cards of 312 TFLOP/s, of which half is reached: 1.436 s a step.
+    assert "19,073 steps take 7h37m, $22.83" in out
     assert "124,475,904 parameters on 2 x A100" in out and "MFU 50.0%" in out
     assert not list(tmp_path.iterdir())
 
@@ -234,17 +232,17 @@ def test_the_price_has_what_is_done_between_steps():
 
 def test_a_prediction_counts_the_data_that_are_there(tiny_data):
     cfg = parse_config("finetune", "--sequence-length 32 --total-batch-size 256 --data-dir", tiny_data)
-    steps = cfg.epochs * plan.open_data(cfg).order.sequences_per_epoch // 8
-    assert steps and f"\n{steps:,} steps take" in plan.predict(cfg, "H100")
+    # Of 3,001, 4,097 and 1,500 tokens: 93 + 128 + 46 sequences an epoch, in four epochs 133 times 8.
+    assert "\n133 steps take" in plan.predict(cfg, "H100")
     with refused("nowhere"):
         plan.predict(replace(cfg, data_dir="nowhere"), "H100")
 
 
-@pytest.mark.parametrize("times, warns", [(4, False), (4.5, True)])
-def test_data_that_are_read_too_often_are_a_warning(tiny_config, capsys, times, warns):
+@pytest.mark.parametrize("steps, warns", [(133, False), (134, True)])
+def test_data_that_are_read_too_often_are_a_warning(tiny_config, capsys, steps, warns):
+    """More than four times."""
     cfg = tiny_config()
     data = plan.open_data(cfg)
-    steps = int(times * data.order.sequences_per_epoch / at(0, cfg, 1).sequences)
     plan.print_plan(cfg, CPU, GPT(cfg.model), data, at(0, cfg, steps), steps)
     assert ("warning" in capsys.readouterr().out) == warns
 
