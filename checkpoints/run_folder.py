@@ -101,10 +101,9 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
-def best_step(run_dir: Path, steps: list[int] | None = None) -> int | None:
-    """The step of a run with the lowest val loss, of all steps or of these; None if none was measured."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get("val_loss")]
-    rows = [row for row in rows if steps is None or row["step"] in steps]
+def best_step(run_dir: Path, steps: list[int]) -> int | None:
+    """Which of these steps of a run has the lowest val loss; None if none was measured."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get("val_loss") and row["step"] in steps]
     return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
 
 
@@ -125,7 +124,7 @@ def describe_best(path: Path) -> str:
     best = best_saved_steps(path)
     if best == newest:
         return ""
-    lowest = model_path(path, best[0])
+    lowest, loss = model_path(path, best[0]), read_step(path, best[0])["val_loss"]
     if best[1:] == newest:
-        return f"; its val loss was not measured; {lowest} has {read_step(path, best[0])['val_loss']:.4f}"
-    return f"; {lowest} has a lower val loss"
+        return f"; its val loss was not measured; {lowest} has {loss:.4f}"
+    return f"; {lowest} has a lower val loss, {loss:.4f}"

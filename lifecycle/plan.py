@@ -22,7 +22,7 @@ import torch
 
 from checkpoints.checkpoint import read_train_state
 from checkpoints.open_model import open_model
-from checkpoints.run_folder import best_step, complete_steps, model_path, read_step
+from checkpoints.run_folder import complete_steps, describe_best, model_path
 from evaluation.evaluations import list_facts, make_list, measure, open_list
 from lifecycle.build import build_trainer
 from lifecycle.microbatch import divisors_of_share
@@ -125,16 +125,9 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
 
 
 def print_result(cfg: TrainConfig, first_step: int, step: int, seconds: float) -> None:
-    """Print how a run has finished, and where its best weights are, by val loss. For rank 0."""
-    best = best_step(cfg.run_dir)
-    which = ""
-    if best is not None:
-        which = f"; lowest val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}"
-        if best not in complete_steps(cfg.run_dir):
-            which += f" at step {best}, which is not saved; the last weights"
-            best = None
-    path = model_path(cfg.run_dir, step if best is None else best)
-    print0(f"done: steps {first_step} to {step} in {format_duration(seconds)}{which}: {path}")
+    """Print how a run has finished, where its weights are, and which earlier ones are better. For rank 0."""
+    weights = f"{model_path(cfg.run_dir, step)}{describe_best(cfg.run_dir)}"
+    print0(f"done: steps {first_step} to {step} in {format_duration(seconds)}: {weights}")
 
 
 # ------------------------------------------------------------------------- without training

@@ -70,7 +70,7 @@ RECIPES = {
     "untied-124m": """
         model.tied_head=False total_batch_size=262144 total_steps=38146 max_lr=6e-4 min_lr=6e-5 warmup_steps=700
         val_every=100 sample_every=1000 save_every=2000 schedule=cosine optimizer=adamw""",
-    # nanoGPT, finetune_shakespeare
+    # nanoGPT, finetune_shakespeare, has this rate, but keeps it: docs/recipes.md
     "finetune": """
         init_from=gpt2 sequence_length=1024 max_lr=3e-5 optimizer=adamw schedule=cosine""",
     # DDP-BASEMODEL-TRAIN, its sanity run
