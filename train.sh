@@ -44,6 +44,14 @@ remove_delay_s=60   # before the machine is removed
 count_steps='import json, sys; run = json.load(open(sys.argv[2]))
 print(int(sys.argv[1]) * run["resolved_max_steps"] // run["epochs"])'
 
+# Python: torchrun, which ends without a traceback of its own: the trainer has said what is wrong.
+torchrun='import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try: main()
+except (ChildFailedError, SignalException): sys.exit(1)'
+
 here=$(dirname "$(readlink -f "$0")")
 python=$here/.venv/bin/python
 [[ -x $python ]] || python=python3
@@ -256,7 +264,7 @@ newest_model() {
 run_trainer() {
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
-    run setpriv --pdeathsig TERM "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
+    run setpriv --pdeathsig TERM "$python" -c "$torchrun" --standalone --nproc_per_node="$NPROC" \
         --local-addr=127.0.0.1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU \
         "$here/train_gpt2.py" "$@"
 }

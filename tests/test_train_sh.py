@@ -324,6 +324,15 @@ def test_another_version_of_runpodctl(rented, known, removed):
     assert ("$20.00" in last_line) == (not removed)
 
 
+def test_a_mistake_is_logged_without_torchruns_traceback(tmp_path):
+    """With the real torchrun and trainer."""
+    command = ["bash", ROOT / "train.sh", "quickstart", "--data-dir", "nowhere"]
+    env = {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "NPROC": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and output.count(f"error: {tmp_path}/nowhere is not") == 1 and "Traceback" not in output
+
+
 @pytest.mark.slow
 def test_pod_from_rent_to_removal(tmp_path):
     """Start, log out, stop, start again, lose a rank, finish, publish, remove the pod."""
