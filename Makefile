@@ -75,7 +75,7 @@ gpt2-124m record8-124m: .venv/.installed ## on a machine with GPUs: install, che
 	@[ -n "$(NVIDIA)" ] || { echo 'error: this machine has no NVIDIA GPU; on a CPU: make quickstart' >&2; exit 1; }
 	@[ -e $(DATA) ] || [ "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -gt $(NEEDS_GB)000000 ] || \
 		{ echo 'error: tokens and checkpoints need $(NEEDS_GB) GB, and this disk has less' >&2; exit 1; }
-	[ -z "$$PUSH_TO" ] || $(PY) hub.py check "$$PUSH_TO"
+	[ -z "$$PUSH_TO" ] || $(PY) hub.py check "$$PUSH_TO" $(if $(filter 1,$(PUSH_PUBLIC)),--public)
 	[ -e log/$@/config.json ] || $(PY) -m torch.distributed.run --standalone --nproc_per_node="$${NPROC:-gpu}" \
 		train_gpt2.py $@ --dry-run $${GPU_HOUR_USD:+--gpu-hour-usd $$GPU_HOUR_USD} $(TRAIN_ARGS)
 	$(PY) hellaswag.py

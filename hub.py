@@ -58,7 +58,8 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
 
     # Never publish by accident.
     is_private = api.repo_info(repo, repo_type=repo_type).private
-    require(public or is_private, f"{repo} exists and is public; to push there add --public, or choose another name")
+    fix = "to push there add --public (train.sh: PUSH_PUBLIC=1), or choose another name"
+    require(public or is_private, f"{repo} exists and is public; {fix}")
     return repo
 
 
@@ -151,8 +152,8 @@ def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps:
 
     # Resuming needs the newest step with its optimizer state, whichever models are pushed.
     checkpoints = set(models)
+    newest = choose_models(path, "newest")[0]
     if with_optimizer:
-        newest = choose_models(path, "newest")[0]
         optimizer = newest.with_name(newest.name.replace("model_", "optim_"))
         require(optimizer.is_file(), f"--with-optimizer: {newest} has no {optimizer.name} next to it; leave that out")
         checkpoints |= {newest, optimizer}
@@ -183,6 +184,8 @@ def push_model(path: Path, repo: str, public: bool, with_optimizer: bool, steps:
             api.upload_folder(folder_path=upload_dir, repo_id=repo)
         finally:
             shutil.rmtree(upload_dir, ignore_errors=True)
+    others = run_folder.describe_best(path) if models[-1] == newest else ""
+    print0(f"{repo} has step {facts['step']:,}{others}")
     print0(f"{repo} is complete; to pull: python hub.py pull-model {repo} DIR")
 
 
@@ -191,13 +194,10 @@ def choose_models(path: Path, steps: str) -> list[Path]:
     if path.is_file():
         return [path]
     newest = newest_model(path)
-    saved_steps = complete_steps(path, ["model"])
-    if steps == "all":
-        return [model_path(path, step) for step in saved_steps]
-    best = run_folder.best_step(path, saved_steps)
-    if steps == "best" and best is not None:
-        return [model_path(path, best)]
-    return [newest]
+    if steps == "newest":
+        return [newest]
+    chosen = complete_steps(path, ["model"]) if steps == "all" else run_folder.best_saved_steps(path)
+    return [model_path(path, step) for step in chosen]
 
 
 def pull_model(repo: str, out_dir: Path) -> None:
@@ -300,7 +300,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "out_dir": {"type": Path, "help": "the folder to write"},
     "--public": {"action": "store_true", "help": "create a public repository, or push to one that is public"},
     "--limit-shards": {"type": int, "metavar": "N", "help": "the first N for training, and those for val"},
-    "--steps": {"choices": ("newest", "best", "all"), "default": "newest", "help": "best: by val loss"},
+    "--steps": {
+        "choices": ("newest", "best", "all"),
+        "default": "newest",
+        "help": "best: by val loss",
+    },
     "--with-optimizer": {"action": "store_true", "help": "also what --resume needs of the newest step"},
 }
 

@@ -16,6 +16,7 @@
 #   GPU_HOUR_USD   the price of one GPU for an hour: the log says what the run and this machine cost
 #   PUSH_TO        OWNER/NAME: at the end push the best checkpoint, and the newest with its optimizer state, to this
 #                  private repository of the Hub, for at most an hour; your token is tried before the start
+#   PUSH_PUBLIC    1: push to a repository that is public, or create a public one
 #   PUSH_EVERY     push while it trains, too, every so many seconds; each push stays in the repository
 #   REMOVE_POD     1: remove this machine at the end, if the weights are pushed, if PERSISTENT=1, or if there are none,
 #                  but not after a mistake of yours in the first ten minutes; a minute before, the log announces it
@@ -25,6 +26,8 @@
 set -u
 
 : "${MAX_RESTARTS:=3}" "${GPU_HOUR_USD:=}" "${PUSH_TO:=}" "${PUSH_EVERY:=0}" "${REMOVE_POD:=0}" "${PERSISTENT:=0}"
+public=()
+[[ ${PUSH_PUBLIC-} != 1 ]] || public=(--public)
 # Each RunPod pod has runpodctl; what follows || is the spelling of its version 1.
 pod=${RUNPOD_POD_ID-}
 : "${SHUTDOWN_CMD:=${pod:+runpodctl pod delete $pod || runpodctl remove pod $pod}}"
@@ -40,6 +43,14 @@ remove_delay_s=60   # before the machine is removed
 # Python: the steps of so many epochs of the run with that config.json.
 count_steps='import json, sys; run = json.load(open(sys.argv[2]))
 print(int(sys.argv[1]) * run["resolved_max_steps"] // run["epochs"])'
+
+# Python: torchrun, which ends without a traceback of its own: the trainer has said what is wrong.
+torchrun='import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try: main()
+except (ChildFailedError, SignalException): sys.exit(1)'
 
 here=$(dirname "$(readlink -f "$0")")
 python=$here/.venv/bin/python
@@ -61,7 +72,7 @@ main() {
 fail() { echo "error: $*" >&2; exit 1; }
 log() { echo "$(date '+%F %T') train.sh: $*"; }
 
-# Set args, those of the trainer, and out, the run folder.
+# Set args, those of the trainer, out, the run folder, and from, the folder that it resumes from.
 read_arguments() {
     args=("$@")
     # A checkpoint stands for its run, which may be past it by now. A name alone is looked for below log/, too.
@@ -90,12 +101,14 @@ read_arguments() {
             --resume) resume=$value ;;
         esac
     done
-    if [[ -z $out && $resume =~ ^(|auto|none)$ ]]; then
+    if [[ $resume =~ ^(|auto|none)$ ]]; then
         [[ $preset != -* ]] || preset=gpt2-124m
-        out=log/$preset
-    elif [[ -z $out ]]; then
-        [[ -e $resume ]] || fail "there is no $resume"
-        [[ -d $resume ]] && out=$resume || out=$(dirname "$resume")
+        : "${out:=log/$preset}"
+        from=$out
+    else
+        [[ -d $resume ]] && from=$resume || from=$(dirname "$resume")
+        [[ -n $out || -e $resume ]] || fail "there is no $resume"
+        : "${out:=$from}"
     fi
     [[ -n $resume ]] || args+=(--resume auto)
     args+=(--out-dir "$out" ${GPU_HOUR_USD:+--gpu-hour-usd "$GPU_HOUR_USD"})
@@ -110,7 +123,7 @@ check() {
         [[ -n $SHUTDOWN_CMD ]] || fail "REMOVE_POD=1 needs SHUTDOWN_CMD, the command that removes this machine"
         [[ -n $PUSH_TO || $PERSISTENT == 1 ]] || fail "REMOVE_POD=1 needs PUSH_TO, or PERSISTENT=1 for the weights"
     fi
-    [[ -z $PUSH_TO ]] || "$python" "$here/hub.py" check "$PUSH_TO" || exit 1
+    [[ -z $PUSH_TO ]] || "$python" "$here/hub.py" check "$PUSH_TO" "${public[@]}" || exit 1
 
     mkdir -p "$out" || exit 1
     [[ $PERSISTENT != 1 || ! $(df --output=fstype "$out") =~ overlay|tmpfs ]] ||
@@ -166,7 +179,7 @@ supervise() {
     [[ $REMOVE_POD != 1 ]] || end+='this machine is removed if the weights are safe, else '
     log "at the end: $end$stays"
 
-    push=("$python" "$here/hub.py" push-model "$out" "$PUSH_TO" --with-optimizer)
+    push=("$python" "$here/hub.py" push-model "$out" "$PUSH_TO" "${public[@]}" --with-optimizer)
     if [[ $PUSH_EVERY != 0 ]]; then
         push_periodically >>"$out/push.log" 2>&1 9>&- &
         pusher=$!
@@ -204,8 +217,9 @@ run() {
 
 # Run the trainer until it has finished, was stopped, has an error of the user's, or has failed too often.
 train() {
-    local first before own=() failures=0
-    first=$(newest_model)
+    local first='' before own=() failures=0
+    # The command names its first checkpoint. A run that continues another one does so once: until it has its own.
+    [[ ! $from -ef $out ]] || first=$(newest_model)
     export TRAIN_STATUS_FILE=$out/status.json TRAIN_START_TIME
     TRAIN_START_TIME=$(date +%s) # from which --time-limit counts
     SECONDS=0                    # bash counts them from here on
@@ -250,7 +264,7 @@ newest_model() {
 run_trainer() {
     # After a signal torchrun gives its ranks this many seconds to save, then kills them; its default is 30.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
-    run setpriv --pdeathsig TERM "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
+    run setpriv --pdeathsig TERM "$python" -c "$torchrun" --standalone --nproc_per_node="$NPROC" \
         --local-addr=127.0.0.1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU \
         "$here/train_gpt2.py" "$@"
 }

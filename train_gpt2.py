@@ -29,7 +29,8 @@ import math
 import shlex
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 from system import process
@@ -37,7 +38,7 @@ from system import process
 process.set_omp_wait_policy()  # before torch is imported
 import torch
 
-from evaluation.evaluations import measure
+from evaluation.evaluations import Validation, measure
 from evaluation.verdict import Verdict
 from lifecycle import plan
 from lifecycle.build import build_trainer
@@ -47,7 +48,7 @@ from lifecycle.open_run import Run, open_run
 from lifecycle.save import Saver
 from lifecycle.stop import StopRequest, spare_programs
 from system import distributed
-from system.distributed import Runtime
+from system.distributed import Runtime, Stopped
 from system.errors import TransientError
 from system.facts import START, Fact
 from system.files import lock_folder
@@ -88,7 +89,11 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
 
             # Step 0 evaluates the initial weights. The last iteration ends before it trains.
             due = [evaluation for evaluation in run.evaluations if evaluation.is_due(now)]
-            numbers, texts = measure(due, trainer, f"step {now.number:5d}/{run.max_steps}")
+            try:
+                numbers, texts = measure(due, trainer, f"step {now.number:5d}/{run.max_steps}")
+            except Stopped:  # [stop] the next start evaluates this step again
+                stops = 1
+                break
             row |= numbers
             metrics.log_texts(now, texts)
             if verdict.is_lost(now, row):
@@ -143,6 +148,17 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
 
     if not stops:
         return ""
+
+    # [stop] Without a val loss, nobody could tell whether the newest weights are the best. A signal leaves no time for
+    # that. The last step is left to the next start, with all other evaluations.
+    now = at(state.step, cfg, run.max_steps)
+    trainer.set_step(now)
+    validations = [evaluation for evaluation in run.evaluations if isinstance(evaluation, Validation)]
+    if validations and not now.is_last:
+        with suppress(Stopped):
+            numbers, _ = measure(validations, trainer, f"step {now.number:5d}/{run.max_steps}")
+            metrics.write({"step": now.number} | numbers)
+
     reason = stop.reason or "another rank"
     print0(f"stopped by {reason} at step {state.step} of {run.max_steps}, saved in {cfg.run_dir}")
     return reason
@@ -152,6 +168,7 @@ def open_and_train(cfg: TrainConfig, rt: Runtime, stop: StopRequest) -> str:
     """One start of a run: open it, build what trains, and train. Returns what `train` returns. Raises UserError if the
     run cannot start or resume as asked. Every rank must call this."""
     # The checkpoint that the run continues from, its data and its network. A run that exists is never overwritten.
+    rt = replace(rt, is_signalled=lambda: stop.is_urgent)
     run, saved = open_run(cfg, rt)
     if saved and run.is_complete():
         path = shlex.quote(str(saved["model_file"]))

@@ -233,7 +233,8 @@ class CheckpointWriter:
                 print0(f"warning: could not write the checkpoint of step {step} ({e}); the next save tries again")
 
     def _delete_old(self, step: int, best: int | None) -> None:
-        """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best.
+        """Delete the complete checkpoints up to `step` beyond the newest `keep`, but not the best, nor the last model
+        of a run that had finished before it was given more steps.
 
         Steps after `step` stay: they are there because the run was resumed from an earlier checkpoint. Steps with only
         one of the two files stay, too: whoever removed the other file may want to keep this one.
@@ -243,5 +244,6 @@ class CheckpointWriter:
         steps = [s for s in complete_steps(self.run_dir) if s <= step]
         # The model first: without it, the step no longer counts as complete, whenever a kill comes.
         for old_step in set(steps[: -self.keep]) - {best}:
-            model_path(self.run_dir, old_step).unlink()
+            if load_tensors(optim_path(self.run_dir, old_step))["max_steps"] != old_step:
+                model_path(self.run_dir, old_step).unlink()
             optim_path(self.run_dir, old_step).unlink()

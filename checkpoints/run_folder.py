@@ -62,7 +62,10 @@ def newest_model(run_dir: Path) -> Path:
 
 
 def describe_runs(folder: Path, files: str = "model_*.pt") -> str:
-    """The runs in a folder, for a message about one that was not found."""
+    """The steps or the runs in a folder, for a message about one that was not found."""
+    steps = complete_steps(folder, ["model"])
+    if steps:
+        return f"{folder} has the steps {', '.join(map(str, steps))}"
     runs = sorted({str(path.parent) for path in folder.glob(f"*/{files}")})
     return f"{folder} has the runs {', '.join(runs)}" if runs else f"{folder} has no runs"
 
@@ -98,17 +101,30 @@ def read_step(run_dir: Path, step: int) -> dict[str, Any]:
     return next((row for row in rows if row["step"] == step), {})
 
 
-def best_step(run_dir: Path, steps: list[int] | None = None) -> int | None:
-    """The step of a run with the lowest val loss, of all steps or of these; None if none was measured."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get("val_loss")]
-    rows = [row for row in rows if steps is None or row["step"] in steps]
+def best_step(run_dir: Path, steps: list[int]) -> int | None:
+    """Which of these steps of a run has the lowest val loss; None if none was measured."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row.get("val_loss") and row["step"] in steps]
     return min(rows, key=itemgetter("val_loss"))["step"] if rows else None
 
 
+def best_saved_steps(run_dir: Path) -> list[int]:
+    """The saved steps that may have the best weights: the one with the lowest val loss, and the newest, unless its val
+    loss was measured and is higher. A run that was stopped or killed may have ended before that measurement."""
+    saved = complete_steps(run_dir, ["model"])
+    best = best_step(run_dir, saved)
+    if best is None:
+        return saved[-1:]
+    is_measured = "val_loss" in read_step(run_dir, saved[-1])
+    return [best] if is_measured else [best, saved[-1]]
+
+
 def describe_best(path: Path) -> str:
-    """For people who open a run folder, and so its newest weights: which of the others have a lower val loss, or ""."""
-    saved = complete_steps(path, ["model"])
-    best = best_step(path, saved)
-    if best is None or best == saved[-1]:
+    """For people who open a run folder, and so its newest weights: which of the others may be better, or ""."""
+    newest = complete_steps(path, ["model"])[-1:]
+    best = best_saved_steps(path)
+    if best == newest:
         return ""
-    return f"; {model_path(path, best)} has a lower val loss"
+    lowest, loss = model_path(path, best[0]), read_step(path, best[0])["val_loss"]
+    if best[1:] == newest:
+        return f"; its val loss was not measured; {lowest} has {loss:.4f}"
+    return f"; {lowest} has a lower val loss, {loss:.4f}"

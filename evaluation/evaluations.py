@@ -14,6 +14,7 @@ No evaluation changes the weights, the gradients, the order of the data or the r
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from zlib import crc32
@@ -26,7 +27,7 @@ from evaluation.multiple_choice import Example
 from model import has_gpt2_tokens
 from system.distributed import Runtime
 from system.facts import NOTED, Fact, Facts
-from system.printing import print0, progress_bar
+from system.printing import print0
 from tokens import tokenizer
 from training.config import HELLASWAG_DATA, TrainConfig
 from training.head import Loss
@@ -102,10 +103,10 @@ def list_facts(evaluations: list[Evaluation]) -> Facts:
     return facts
 
 
-def measure(evaluations: list[Evaluation], trainer: Trainer, label: str) -> tuple[dict[str, float], dict[str, str]]:
+def measure(evaluations: Sequence[Evaluation], trainer: Trainer, label: str) -> tuple[dict[str, float], dict[str, str]]:
     """Measure these, and print each result after the label. Returns {name in metrics.jsonl: number}, and the texts of
     evaluations that have no numbers, {name of the evaluation: text}. Raises ValueError if two evaluations return the
-    same name. Every rank must call this."""
+    same name, and Stopped if a signal comes meanwhile. Every rank must call this."""
     row: dict[str, float] = {}
     texts: dict[str, str] = {}
     if not evaluations:
@@ -177,7 +178,7 @@ def validate(loss: Loss, data: Loader, val_tokens: int, rt: Runtime, B: int) -> 
     # end, because reading a loss waits for the device.
     losses = []
     text_bytes = 0
-    for i in progress_bar(range(0, count, stride), "validation"):
+    for i in rt.each_batch(range(0, count, stride), "validation"):
         # Each rank takes every world_size-th sequence of the stride, so that the ranks share the last stride evenly.
         own = data.read(sequences[i : i + stride][rt.rank :: rt.world_size])  # (n <= B, T + 1)
         if len(own) == 0:

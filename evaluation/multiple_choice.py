@@ -23,7 +23,6 @@ from torch.nn.attention import sdpa_kernel
 from model import ANY_LENGTH_KERNELS, GPT, GPTConfig, has_gpt2_tokens, token_losses
 from system.distributed import Runtime
 from system.errors import UserError, explain_errors, require
-from system.printing import progress_bar
 from tokens import tokenizer
 from training.config import HELLASWAG_DATA
 
@@ -139,9 +138,10 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     # Every rank plans the same batches, takes its own, and leaves the losses of the others at zero.
     losses = torch.zeros(len(texts), device=rt.device)
     with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
-        for batch in progress_bar(batches[rt.rank :: rt.world_size], "hellaswag"):
-            ids, targets = make_batch([texts[i] for i in batch], model.config.block_size)
-            losses[batch] = batch_losses(model, ids.to(rt.device), targets.to(rt.device))
+        for i in rt.each_batch(range(0, len(batches), rt.world_size), "hellaswag"):
+            for batch in batches[i + rt.rank :][:1]:  # none after the last one
+                ids, targets = make_batch([texts[i] for i in batch], model.config.block_size)
+                losses[batch] = batch_losses(model, ids.to(rt.device), targets.to(rt.device))
 
     # A text's loss is zero on all ranks but one, so the sum is exact.
     return rt.all_reduce(losses).cpu().view(-1, NUM_ENDINGS)

@@ -14,7 +14,7 @@ from typing import Any
 
 from checkpoints.checkpoint import read_train_state
 from checkpoints.run_folder import latest_step
-from system.errors import UsageError, require
+from system.errors import UsageError, explain_errors, require
 from system.printing import env_rank
 from system.settings import ArgumentParser, add_flags, change
 from training.config import TrainConfig
@@ -78,10 +78,19 @@ def parse(argv: list[str]) -> tuple[TrainConfig, str, str]:
     if "epochs" in typed and "max_steps" not in typed:
         cfg = replace(cfg, max_steps=0)
     cfg = change(cfg, typed)
-    has_tracker = cfg.tracker != "wandb" or env_rank() or find_spec("wandb")
-    require(has_tracker, "--tracker wandb: its package is not installed; run: pip install wandb")
 
     if asks_for_help:
         make_parser(cfg).print_help()
         raise SystemExit(0)
+    if cfg.tracker == "wandb" and env_rank() == 0:
+        check_wandb()
     return cfg, mode, card
+
+
+def check_wandb() -> None:
+    """Raise UserError unless wandb is installed, and has a key or is offline. On a terminal, wandb asks for the key."""
+    require(find_spec("wandb"), "--tracker wandb: its package is not installed; run: pip install wandb")
+    import wandb
+
+    with explain_errors("--tracker wandb", "set WANDB_API_KEY, or WANDB_MODE=offline", wandb.errors.Error):
+        wandb.login(verify=False)  # a network that is down for a while must not end a run

@@ -30,7 +30,7 @@ from tokens.shards import find_shards
 from training.config import TrainConfig, settings_facts
 from training.loader import Loader
 from training.presets import is_network_from_init
-from training.schedule import count_steps
+from training.schedule import count_steps, lr_factor
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,11 @@ def check_changes(old_facts: Facts, facts: Facts, saved: dict[str, Any], cfg: Tr
             refused.append(f"{name}: {old_value} -> {new_value}")
         elif scope == NOTED:
             print0(f"resume: {name}: {old_value} -> {new_value}")
+
+    # A longer run has a longer schedule, in which the rate of this step may be higher.
+    old_lr, lr = (c.max_lr * lr_factor(step, n, c) for c, n in ((old, saved["max_steps"]), (cfg, max_steps)))
+    if lr != old_lr:
+        print0(f"resume: the learning rate of step {step}: {old_lr:.3g} -> {lr:.3g}")
 
     # If somebody forgets --max-steps, the preset's smaller value would end the run early.
     if step < saved["max_steps"] and max_steps < saved["max_steps"]:

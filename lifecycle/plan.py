@@ -22,7 +22,7 @@ import torch
 
 from checkpoints.checkpoint import read_train_state
 from checkpoints.open_model import open_model
-from checkpoints.run_folder import best_step, complete_steps, model_path, read_step
+from checkpoints.run_folder import complete_steps, describe_best, model_path
 from evaluation.evaluations import list_facts, make_list, measure, open_list
 from lifecycle.build import build_trainer
 from lifecycle.microbatch import divisors_of_share
@@ -47,6 +47,9 @@ WEIGHT_AND_GRADIENT_BYTES = 8
 
 # The part of the compiled program's speed that an uncompiled one reaches, as build-nanogpt's on an H100.
 EAGER_SPEED = 0.69
+
+# The tokens of a step of the published run with the fewest, the lecture's. Smaller steps leave a GPU idle.
+MIN_TOKENS = 16_384
 
 # How fast the state of a run is copied from a GPU; assumed, not measured.
 COPY_BYTES_PER_S = 2e10
@@ -73,6 +76,9 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, n
     print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.files)} shards, read {epochs:.2f} times")
     if epochs > MAX_EPOCHS and not cfg.overfit_single_batch:
         print0(f"warning: more than {MAX_EPOCHS} times teaches little; to read them less often: --max-steps")
+    elif epochs > 1.05 and cfg.preset in PRESETS and 0 < cfg.max_steps == PRESETS[cfg.preset].max_steps:
+        problem = f"one epoch of this data has {max_steps / epochs:,.0f} steps, but {cfg.preset} takes {max_steps:,}"
+        print0(f"warning: {problem}; use more shards, or --epochs 1")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
         fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"
@@ -119,16 +125,9 @@ def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
 
 
 def print_result(cfg: TrainConfig, first_step: int, step: int, seconds: float) -> None:
-    """Print how a run has finished, and where its best weights are, by val loss. For rank 0."""
-    best = best_step(cfg.run_dir)
-    which = ""
-    if best is not None:
-        which = f"; lowest val loss {read_step(cfg.run_dir, best)['val_loss']:.4f}"
-        if best not in complete_steps(cfg.run_dir):
-            which += f" at step {best}, which is not saved; the last weights"
-            best = None
-    path = model_path(cfg.run_dir, step if best is None else best)
-    print0(f"done: steps {first_step} to {step} in {format_duration(seconds)}{which}: {path}")
+    """Print how a run has finished, where its weights are, and which earlier ones are better. For rank 0."""
+    weights = f"{model_path(cfg.run_dir, step)}{describe_best(cfg.run_dir)}"
+    print0(f"done: steps {first_step} to {step} in {format_duration(seconds)}: {weights}")
 
 
 # ------------------------------------------------------------------------- without training
@@ -205,7 +204,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
 
 def predict(cfg: TrainConfig, card: str) -> str:
     """--card: what the run would take on other cards. Raises UserError for unknown cards, a batch that they cannot
-    share, a network that is too small or only known from its weights, and steps that depend on the data.
+    share, a network that is too small or only known from its weights, float32, and steps that depend on the data.
 
     step time = tokens * FLOPs per token / (GPUs * peak FLOP/s of the slowest * the MFU that it reaches)
     """
@@ -215,6 +214,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
     model = GPT.without_memory(cfg.model)
     fix = "measure it there: --dry-run"
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
+    require(cfg.dtype != "float32", f"--card does not predict --dtype float32; {fix}")
 
     max_steps = cfg.max_steps
     if not max_steps and Path(cfg.data_dir).is_dir():
@@ -232,11 +232,14 @@ def predict(cfg: TrainConfig, card: str) -> str:
     now = at(0, cfg, max_steps)
     step_s = predict_step_s(cfg, cards, now)
     speed = describe_speed(cfg, model, saved_bytes, step_s, now, max_steps, len(cards), peak_flops)
+    evidence = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
+    if cfg.total_batch_size < MIN_TOKENS * len(cards):
+        evidence = f"steps may take much longer: no published run has fewer than {MIN_TOKENS:,} tokens a step on a GPU"
     return (
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
         f"{speed}\n"
-        "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md); to measure, use --dry-run there"
+        f"{evidence}; to measure, use --dry-run there"
     )
 
 

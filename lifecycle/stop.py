@@ -23,10 +23,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 class StopRequest:
     """Whether and why this rank was asked to stop: by a signal, by `request`, or because --time-limit is over, which
     counts from here or, over all restarts, from TRAIN_START_TIME in the environment (seconds since 1970). A limit of 0
-    means no limit."""
+    means no limit. Only a signal is urgent: it ends an evaluation, because the process may soon be killed."""
 
     def __init__(self, time_limit: str = ""):
         self.reason = ""  # the first one: a signal, the time limit, or what `request` was given
+        self.is_urgent = False
         self.limit_s = parse_duration(time_limit) or math.inf
         self.start_time = float(os.environ.get("TRAIN_START_TIME", time.time()))
 
@@ -34,9 +35,10 @@ class StopRequest:
         """Seconds since the start."""
         return time.time() - self.start_time
 
-    def request(self, reason: str) -> None:
+    def request(self, reason: str, is_urgent: bool = False) -> None:
         """Ask for a stop, of all ranks if one does."""
         self.reason = self.reason or reason
+        self.is_urgent = self.is_urgent or is_urgent
 
     def is_requested(self) -> bool:
         """Whether this rank was asked to stop."""
@@ -59,7 +61,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note_signal(self, number: int, _: Any) -> None:
-        self.request("Ctrl-C" if number == signal.SIGINT else f"signal {signal.Signals(number).name}")
+        self.request("Ctrl-C" if number == signal.SIGINT else f"signal {signal.Signals(number).name}", is_urgent=True)
         # Not by print, in whose middle the signal may have come: its buffer must be left alone.
         if env_rank() == 0:
             with suppress(OSError):

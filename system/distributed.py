@@ -19,7 +19,7 @@ A rank that fails exits, and torchrun ends the others: its report names the firs
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -33,10 +33,17 @@ from torch import Tensor
 from system import machine
 from system.errors import TransientError, UserError, require
 from system.facts import START, Fact, Facts, compare
-from system.printing import env_number, env_rank
+from system.printing import env_number, env_rank, progress_bar
 
 # How long ranks wait for each other's objects: reading a checkpoint from a slow network volume takes minutes.
 SLOW_TIMEOUT = timedelta(hours=2)
+
+# After so many batches of an evaluation the ranks ask each other for signals. Asking makes a GPU wait for its CPU.
+BATCHES_BETWEEN_CHECKS = 8
+
+
+class Stopped(Exception):
+    """A signal has ended an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Runtime:
     rank: int = 0  # among all processes
     world_size: int = 1
     slow_group: dist.ProcessGroup | None = None  # None for a single rank
+    is_signalled: Callable[[], bool] = lambda: False  # whether a signal asks this process to end soon
 
     @property
     def is_main(self) -> bool:
@@ -89,6 +97,14 @@ class Runtime:
         values = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.slow_group)
         return values
+
+    def each_batch(self, batches: Iterable, name: str) -> Iterator:
+        """The batches of an evaluation, with a bar of progress. Raises Stopped on all ranks soon after one of them has
+        got a signal. Every rank must iterate over equally many items."""
+        for i, batch in enumerate(progress_bar(batches, name)):
+            if i % BATCHES_BETWEEN_CHECKS == 0 and self.all_reduce(torch.tensor(float(self.is_signalled()))).item():
+                raise Stopped
+            yield batch
 
 
 def check_ranks(rt: Runtime, facts: Facts, fix: str, error: type[UserError] = UserError) -> None:

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,8 +81,13 @@ def run(main: Callable[[], object]) -> int:
             if not isinstance(e, TransientError):
                 status = "user_error"
 
-        # The status first: torchrun ends this rank as soon as another one has failed.
+        # The files first: torchrun ends this rank as soon as another one has failed. torchrun's own report, which comes
+        # last, repeats what its error file says.
         write_status(status, f"{type(e).__name__}: {e}")
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            with suppress(OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f:
+                json.dump({"message": {"message": message, "extraInfo": about}}, f)
         with suppress(OSError):  # stderr may be a log on a full disk
             print(printable(message), file=sys.stderr, flush=True)
         return 2 if isinstance(e, UsageError) else 1

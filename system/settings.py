@@ -83,6 +83,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "takes no value, but has")
         raise UsageError(f"{message}; see -h, or docs/coming-from.md for the flags of other programs")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]

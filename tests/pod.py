@@ -7,8 +7,8 @@ stand-ins.
     pod.kill()                             # what is left of it
 
 The words of PLAN say what each start of the trainer does; the last word serves all later starts. HUB_DOES is what a
-push does, as a command of bash; DISK is what df says of the run folder. The files starts, pushed and removed have the
-arguments of the trainer, of pushes and of runpodctl.
+push does, as a command of bash; DISK is what df says of the run folder. The files starts, checked, pushed and removed
+have the arguments of the trainer, of the check before it, of pushes and of runpodctl.
 """
 
 import os
@@ -29,7 +29,7 @@ trap 'echo x >>"$POD/signals"; eval "$ON_TERM"; save 00042; status stopped "sign
 case $* in
 *device_count*) echo 2 ;;
 *max_steps*config.json) exec python3 "$@" ;;
-*hub.py\ check*) [[ -z ${NO_TOKEN-} ]] ;;
+*hub.py\ check*) echo "${@:2}" >>"$POD/checked"; [[ -z ${NO_TOKEN-} ]] ;;
 *hub.py\ pull-data* | *hellaswag.py* | *--dry-run*) echo "$@" >>"$POD/prepared"; eval "${PREPARING:-true}" ;;
 *hub.py*) echo "${@:2}" >>"$POD/pushed"; eval "${HUB_DOES:-true}" ;;
 *)  echo "${@:3}" >>"$POD/starts"

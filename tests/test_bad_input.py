@@ -48,7 +48,7 @@ TABLE = """
 2 | train_gpt2.py --micro-batch-size many                  | many
 2 | train_gpt2.py --optimizer sgd                          | sgd
 2 | train_gpt2.py --zero-stage 2                           | 2
-2 | train_gpt2.py --shuffle=1                              | 1
+2 | train_gpt2.py --shuffle=1                              | --shuffle/--no-shuffle: takes no value, but has '1'
 2 | train_gpt2.py --model.n-head 5                         | n_head 5
 2 | train_gpt2.py --model.norm batch                       | batch
 2 | train_gpt2.py quickstart overfit                       | overfit
@@ -59,8 +59,10 @@ TABLE = """
 1 | train_gpt2.py finetune --data-dir none --card H100     | in none
 1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
 1 | train_gpt2.py gpt2-124m --card 7xH100                  | --total-batch-size 523264
+1 | train_gpt2.py --card H100 --dtype float32              | --dtype float32
 1 | train_gpt2.py finetune --init-from gpt2-xl --card H100 | --init-from gpt2-xl
 1 | train_gpt2.py --resume NEW/model_00001.pt              | new/model_00001.pt
+1 | train_gpt2.py --resume run/model_00005.pt              | run has the steps 3, 6, 9, 12
 1 | train_gpt2.py --resume ./rnu                           | run, small, weights
 1 | train_gpt2.py --resume weights/model_00003.pt          | weights/model_00003.pt
 1 | train_gpt2.py --resume text.txt                        | text.txt
@@ -102,7 +104,6 @@ TABLE = """
 1 | fineweb.py --source tiny --out NEW                     | 'tiny/*.txt'
 2 | fineweb.py --source text.txt --shard-size 1.5          | --shard-size
 2 | fineweb.py --source text.txt --limit-tokens inf        | --limit-tokens
-2 | TRAIN --compile=False                                  | docs/coming-from.md
 2 | TRAIN --batch_size 32                                  | docs/coming-from.md
 2 | TRAIN --max_step 32                                    | no flag --max-step; did you mean --max-steps?
 2 | infer.py small --temprature=1 once                     | no flag --temprature=1; did you mean --temperature?

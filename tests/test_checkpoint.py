@@ -12,11 +12,12 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from helpers import limit_file_size, refused, same_bits, write_jsonl, write_model
+from helpers import limit_file_size, refused, same_bits, write_model
 
 from checkpoints import checkpoint
 from checkpoints.open_model import open_and_describe, open_model
-from checkpoints.run_folder import best_step, complete_steps, latest_step, optim_path
+from checkpoints.run_folder import complete_steps, latest_step, optim_path
+from evaluation import evaluations
 from model import GPT, GPTConfig
 from system.errors import UserError
 
@@ -26,13 +27,11 @@ SMALL = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=24) 
 MODERN = replace(SMALL, tied_head=False, positions="rope", norm="rmsnorm", n_layer=2)
 
 
-def save(folder, step, keep=0, writer=None):
+def save(folder, step, keep=0, writer=None, best=None):
     """Write a complete checkpoint of a small model, and wait for it."""
     writer = writer or checkpoint.CheckpointWriter(folder, keep)
-    best = best_step(folder, complete_steps(folder))
-    writer.save(
-        step, checkpoint.model_file(GPT(SMALL), step), {"step": step, "components": {"adamw": torch.ones(3)}}, best
-    )
+    train_state = {"step": step, "max_steps": 10**6, "components": {"adamw": torch.ones(3)}}
+    writer.save(step, checkpoint.model_file(GPT(SMALL), step), train_state, best)
     writer.finish()
 
 
@@ -129,17 +128,28 @@ def test_an_optimizer_file_of_another_layout_is_refused(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    """The best by the metrics of the run."""
-    rows = [{"step": 2, "val_loss": 2.0}, {"step": 3, "val_loss": 4.0}, {"step": 4, "val_loss": None}]
-    write_jsonl(tmp_path / "metrics.jsonl", [*rows, {"step": 5, "val_loss": 3.0}, {"step": 6}, {"step": 7}])
     for step in range(1, 8):
-        save(tmp_path, step, keep=2)
+        save(tmp_path, step, keep=2, best=2)
     assert complete_steps(tmp_path) == [2, 6, 7]
-    assert len([*tmp_path.iterdir()]) == 2 * 3 + 1  # and the metrics
+    assert len([*tmp_path.iterdir()]) == 2 * 3
 
     # Steps after the one that is saved stay: the run was resumed from an earlier one.
-    save(tmp_path, 4, keep=1)
+    save(tmp_path, 4, keep=1, best=2)
     assert complete_steps(tmp_path) == [2, 4, 6, 7]
+
+
+def test_the_best_is_one_of_those_that_are_saved(train, monkeypatch):
+    """Not step 2, whose val loss is the lowest."""
+    losses = iter([9.0, 1.0, 3.0, 4.0, 5.0, 6.0, 7.0])  # of steps 0, 2, ..., 12
+    monkeypatch.setattr(evaluations, "validate", lambda *args: {"val_loss": next(losses)})
+    assert complete_steps(train("run", "--val-every 2 --save-every 4 --keep 1")) == [4, 12]
+
+
+def test_the_last_model_of_a_finished_run_stays_when_the_run_goes_on(train):
+    flags = "--keep 1 --save-every 1 --val-every 0 --max-steps"
+    train("run", flags, 2)
+    run = train("run", "--resume auto", flags, 5)
+    assert sorted(path.name for path in run.glob("*.pt")) == ["model_00002.pt", "model_00005.pt", "optim_00005.pt"]
 
 
 def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):

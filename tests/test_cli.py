@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from helpers import ROOT, read_json, refused
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from system import printing
 from system.errors import TransientError, UsageError, UserError, explain_errors
@@ -65,6 +66,15 @@ def test_a_crash_does_not_hide_another_ranks_error(end, tmp_path):
 def test_a_full_disk_costs_only_the_status(end, monkeypatch):
     monkeypatch.setattr("builtins.open", Mock(side_effect=os_error("ENOSPC")))
     assert end(UserError("no room")) == (1, "error: no room\n", "")
+
+
+def test_torchruns_report_ends_with_the_message(end, tmp_path, monkeypatch):
+    """Of a rank with an error of the user's; torch prints it from the rank's error file."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    end(UserError("--max-lr -1 must be at least 0"))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    last_line = str(ChildFailedError("train_gpt2.py", {0: failure})).strip("=\n").splitlines()[-1]
+    assert last_line.endswith(": error: --max-lr -1 must be at least 0")
 
 
 def test_ctrl_c_is_no_error(end):

@@ -17,7 +17,7 @@ STAND_INS = {
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": "echo node-a; echo node-b",
     "torchrun": '[ -z "$STATUS" ] || echo "$STATUS" > "$TRAIN_STATUS_FILE"; exit "${CODE:-0}"',
-    "python": f'exec {shlex.quote(sys.executable)} -S "$@"',
+    "python3": f'[ "$1" != -m ] || {{ shift 2; exec torchrun "$@"; }}; exec {shlex.quote(sys.executable)} -S "$@"',
     "sleep": "",
 }
 
@@ -25,8 +25,7 @@ STAND_INS = {
 @pytest.fixture
 def run_slurm_job(tmp_path):
     """run_slurm_job(NAME=value, ...) -> the exit code of slurm.sbatch, and {program: the words of its last call}."""
-    # One folder serves as the project's .venv and as the system's PATH.
-    bin_folder = tmp_path / ".venv/bin"
+    bin_folder = tmp_path / "bin"
     for name, action in STAND_INS.items():
         write_script(bin_folder / name, f'#!/bin/sh\necho "{name} $@" | head -n 1 >> {tmp_path}/calls\n{action}\n')
 
@@ -61,6 +60,12 @@ def test_slurm_starts_a_torchrun_on_each_node(run_slurm_job, job_id, port, left,
     cfg = parse(words[words.index("train_gpt2.py") + 1 :])[0]
     assert (cfg.preset, cfg.out_dir, cfg.resume) == ("gpt2-350m", "/shared/x", "auto")
     assert 0 <= int(seconds) - int(cfg.time_limit) <= 30
+
+
+def test_slurm_prefers_the_projects_own_python(run_slurm_job, tmp_path):
+    """Without a .venv, as in the tests above and below, the active one serves."""
+    write_script(tmp_path / ".venv/bin/python", "#!/bin/sh\nexit 3\n")
+    assert run_slurm_job()[0] == 3
 
 
 @pytest.mark.parametrize("words", [["--resume", "/shared/x"], ["--resume=/shared/x"]])

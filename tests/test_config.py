@@ -4,9 +4,12 @@ share all settings but local ones; every choice is handled somewhere. test_resum
 import functools
 import math
 import shlex
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,10 +162,15 @@ def test_resume_brings_the_saved_config_and_its_folder(tmp_path, monkeypatch):
     assert parse_words("--resume auto --out-dir log/new") == replace(GPT2, resume="auto", out_dir="log/new")
 
 
-def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
+def test_a_tracker_that_is_not_installed_or_has_no_key_is_refused(monkeypatch):
     """Of rank 0 alone, which uses it."""
     monkeypatch.setattr(command_line, "find_spec", {"wandb": None}.get)
     with refused("pip install wandb"):
+        parse_words("--tracker wandb")
+    login = Mock(side_effect=LookupError("no key"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login, errors=SimpleNamespace(Error=LookupError)))
+    monkeypatch.setattr(command_line, "find_spec", {"wandb": "installed"}.get)
+    with refused("no key.*WANDB_API_KEY"):
         parse_words("--tracker wandb")
     monkeypatch.setenv("RANK", "1")
     assert parse_words("--tracker wandb").tracker == "wandb"

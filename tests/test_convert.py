@@ -74,6 +74,12 @@ def test_every_network_runs_in_transformers(tmp_path, name, monkeypatch, modules
     loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1).double(), idx[:, 1:].flatten())
     torch.testing.assert_close(hf_model(idx, labels=idx).loss, loss.float(), atol=1e-4, rtol=0)
 
+    # transformers' Trainer passes the number of targets of all micro-steps, or else divides by the number of them.
+    if needs_code:
+        total = {"num_items_in_batch": 62} if hf_model.accepts_loss_kwargs else {}
+        steps = [hf_model(row, labels=row, **total).loss / (1 if total else 2) for row in idx.split(1)]
+        torch.testing.assert_close(sum(steps), loss.float(), atol=1e-4, rtol=0)
+
     # Back to our layout: the same bits, but of a head with fewer rows, whose product may be rounded otherwise.
     again = convert.load_hf(tmp_path / "out")
     torch.testing.assert_close(again(idx)[0], expected, atol=1e-4 if is_typical else 0, rtol=0)
@@ -157,6 +163,14 @@ def test_weights_with_other_names_are_read(small_export, prefix):
     masks = {f"{prefix}h.0.attn.bias": torch.ones(1, 1, 32, 32), f"{prefix}h.1.attn.masked_bias": torch.tensor(-1e4)}
     save_file(weights | masks | head, small_export / "model.safetensors")
     assert same_bits(open_model(small_export).state_dict(), expected)
+
+
+def test_a_head_is_tied_unless_config_json_says_otherwise(small_export):
+    """OpenAI's says nothing."""
+    config = read_json(small_export / "config.json")
+    del config["tie_word_embeddings"]
+    (small_export / "config.json").write_text(json.dumps(config))
+    assert open_model(small_export).config == make_network(vocab_size=256).config
 
 
 # An entry of config.json, null for one that is left out | what the message names.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from corpora import encode
 from helpers import CPU, drop_in_training_only, load_curve, load_weights, parse_config, same_bits, write_model
 from networks import make_network
@@ -34,7 +35,8 @@ def test_val_loss_is_the_mean_over_the_val_split(tiny_config, tiny_data, monkeyp
     data = Loader(tiny_data, "val", 32, 256)
     tokens = torch.from_numpy(shards.read_shard(tiny_data / "tiny_val_000000.npy")[: 43 * 32 + 1].astype(int))
     with torch.no_grad():
-        _, expected = model(tokens[:-1].view(43, 32), tokens[1:].view(43, 32))
+        logits, _ = model(tokens[:-1].view(43, 32))
+    expected = F.cross_entropy(logits.double().flatten(0, 1), tokens[1:])
 
     # The ranks run one after another here, so each keeps its part of the sum.
     monkeypatch.setattr(Runtime, "all_reduce", lambda rt, tensor: tensor)
@@ -120,7 +122,9 @@ def test_a_run_that_is_off_track_can_stop_there(train, monkeypatch, capsys):
     run = train("run", "--val-every 2 --stop-off-track")
     output = capsys.readouterr().out
     assert "stopped by --stop-off-track at step 9 of 12" in output
-    assert sorted(load_curve(run)) == list(range(9)) and f"off by {load_curve(run)[8][1]:.3f}" in output
+    curve = load_curve(run)
+    assert sorted(curve) == list(range(10)) and f"off by {curve[8][1]:.3f}" in output
+    assert curve[9][1] is not None  # the weights that it leaves are measured, too
     assert complete_steps(run)[-1] == 9
 
     train(run, "--val-every 2 --resume auto")

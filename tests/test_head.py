@@ -17,7 +17,7 @@ from lifecycle.build import build_trainer
 from model import GPT
 from system import distributed
 from training import head
-from training.head import Loss, plain_head_losses
+from training.head import Loss
 
 B, T, V = 17, 128, 320  # positions for five chunks, the last one shorter
 NUM_CHUNKS = 5
@@ -26,10 +26,11 @@ multiply_head = GPT.multiply_head
 
 
 class PlainLoss(Loss):
-    """All logits at once, by autograd."""
+    """All logits at once, and the formula in float64, by autograd."""
 
     def head_losses(self, x, targets):
-        return plain_head_losses(self.model, x, targets)
+        loss = F.cross_entropy(self.model.logits(x).double(), targets)
+        return loss, loss.detach()
 
 
 def make_batch(vocab_size=V, **options):
@@ -71,9 +72,8 @@ def test_every_network_has_the_loss_and_gradients_of_all_logits(name):
     model, idx, targets = make_batch(config=NETWORKS[name])
     targets[B - 2 :] = -100  # as validation pads its last batch
     assert_chunks_are_exact(model, idx, targets)
-    expected, _ = model(idx)
-    losses = F.cross_entropy(expected.double().flatten(0, 1), targets.flatten())
-    assert model(idx, targets)[1].item() == pytest.approx(losses.item(), rel=1e-6, abs=V * 2**-24)
+    _, expected, _ = loss_and_gradients(PlainLoss(model, False), idx, targets)
+    assert model(idx, targets)[1].item() == pytest.approx(expected, rel=1e-6, abs=V * 2**-24)
 
 
 # What a fork may do to the logits, with the parameters that it adds to the model: a line in GPT.logits.
@@ -239,7 +239,7 @@ def test_a_penalty_is_minimized_but_not_measured(monkeypatch, precision, toleran
     monkeypatch.setattr(head, "token_objectives", lambda logits, losses: losses + logits.logsumexp(-1) ** 2)
     targets[-2:] = -100
     logits = model.logits(model.hidden(idx)).flatten(0, 1)[targets.flatten() >= 0]
-    losses = F.cross_entropy(logits, targets[:-2].flatten(), reduction="none")
+    losses = F.cross_entropy(logits.double(), targets[:-2].flatten(), reduction="none")
     plain = (losses + logits.logsumexp(-1) ** 2).mean()
     plain.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}

@@ -211,6 +211,9 @@ def test_numbers_that_overflow_are_no_score(run, rows, tmp_path):
     examples = load_examples(rows)
     found = summarize(score(model, examples, CPU), examples)
     assert math.isnan(found["acc"]) and math.isnan(found["acc_norm"])
+    losses = torch.ones(len(examples), 4)
+    losses[-1, 3] = math.nan
+    assert math.isnan(summarize(losses, examples)["acc"])  # one is enough
     flags = ["--model", tmp_path, "--data", rows, "--per-example", tmp_path / "out", "--dtype float32"]
     assert "not finite" in run(*flags, exit_code=1) and not (tmp_path / "out").exists()
 

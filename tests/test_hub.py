@@ -228,30 +228,36 @@ def test_a_push_keeps_what_people_wrote_on_the_hub(run, hub, trained_run):
         assert card.read_text() == after and "| 12 |" not in after
 
 
-# Flags | what the repository then has.
+# Flags | the row of the newest step | what the repository then has | the step of the card, and what is said of others.
 CHOSEN = """
---steps best --with-optimizer | model_00003 model_00006 model_00012 optim_00012
---steps all                   | model_00003 model_00006 model_00012
+--steps best --with-optimizer |    | model_00003 model_00006 model_00012 optim_00012 | 12 | not measured.*03.pt has 3.25
+--steps best   | , "val_loss": 9 | model_00003 model_00006             | 3  |
+--steps best   | , "val_loss": 3 | model_00006 model_00012             | 12 |
+--steps all    |                 | model_00003 model_00006 model_00012 | 12 | not measured
+--steps newest | , "val_loss": 9 | model_00006 model_00012             | 12 | 03.pt has a lower val loss
 """
 
 
-@pytest.mark.parametrize("flags, names", read_table(CHOSEN))
-def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, names):
+@pytest.mark.parametrize("flags, newest, names, step, said", read_table(CHOSEN))
+def test_the_chosen_steps_are_pushed(run, hub, trained_run, flags, newest, names, step, said):
     """Beside what was pushed before. A pull takes the newest."""
     run("push-model", trained_run / "model_00006.pt", "tester/run")
-    # Step 9 has the lowest val loss, but its weights are gone; the newest step was never evaluated.
-    (trained_run / "metrics.jsonl").write_text("""\
-{"step": 3, "val_loss": 3.25}
-{"step": 6, "val_loss": 3.5}
-{"step": 9, "val_loss": 3.125}
-{"step": 12}
+    # Step 9 has a low val loss, but its weights are gone.
+    (trained_run / "metrics.jsonl").write_text(f"""\
+{{"step": 3, "val_loss": 3.25}}
+{{"step": 6, "val_loss": 3.5}}
+{{"step": 9, "val_loss": 3.125}}
+{{"step": 12{newest}}}
 """)
     (trained_run / "model_00009.pt").unlink()
 
-    run("push-model", trained_run, "tester/run", flags)
-    assert list_checkpoints(hub.root / "models/tester/run") == names
+    printed = run("push-model", trained_run, "tester/run", flags)
+    assert re.search(rf"has step {step}\b.*{said}", printed) and ("val loss" in printed) == bool(said)
+    repo = hub.root / "models/tester/run"
+    assert list_checkpoints(repo) == names and f"| quickstart | {step} |" in (repo / "README.md").read_text()
     run("pull-model", "tester/run", "moved")
-    assert list_checkpoints(Path("moved")).split() == [name for name in names.split() if name.endswith("12")]
+    pulled = [name for name in names.split() if name.endswith(names[-2:])]
+    assert list_checkpoints(Path("moved")).split() == pulled
 
 
 @pytest.mark.parametrize("can_link", [True, False])

@@ -103,6 +103,7 @@ def test_parameters_and_flops_are_the_published_ones():
 INITIAL = """
 {"embedding_norm": true}                                                    | 0.02 0.02 0.02 0.02 0.005 0.005
 {"embedding_norm": true, "tied_head": false, "zero_init_projections": true} | 1.0 0.0 0.02 0.02 0.0 0.0
+{"zero_init_projections": true}                                             | 0.02 0.02 0.02 0.02 0.0 0.0
 {"init_std": 0.0}                                                           | 0.0361 0.0361 0.0361 0.0361 0.009 0.009
 """
 
@@ -199,6 +200,15 @@ def test_sampling_follows_temperature_top_k_and_top_p(settings, expected, why):
     drawn = sampler.draw(torch.tensor([0.5, 0.25, 0.15, 0.1]).log().repeat(20_000, 1))
     frequencies = torch.bincount(drawn, minlength=4) / 20_000
     torch.testing.assert_close(frequencies, torch.tensor(json.loads(f"[{expected}]")), atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_nothing_is_drawn_from_logits_of_which_one_is_not_finite(number, temperature):
+    logits = torch.zeros(2, 300)
+    logits[1, 7] = number
+    with pytest.raises(FloatingPointError):
+        Sampler(temperature).draw(logits)
 
 
 def test_text_may_outgrow_the_context():

@@ -56,25 +56,25 @@ ROUNDING = TOKENS * 2**-24
 
 def largest_differences(a, b):
     """{name: how far two runs are apart}: losses, norms and rates relative to their size. Weights are below 2, and
-    their differences are absolute."""
+    their differences are absolute. numpy's max is NaN if a number is."""
     rows = list(zip(load_metrics(a), load_metrics(b), strict=True))
     assert len(rows) == STEPS + 1
     differences = {}
     for key in ("step", "tokens", "train_loss", "val_loss", "grad_norm", "lr"):
         pairs = [(x.get(key, 0), y.get(key, 0)) for x, y in rows]
-        differences[key] = max(abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in pairs)
+        differences[key] = np.max([abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in pairs])
 
     # A bias of the keys changes no attention weight. Its gradient is rounding, which Adam scales up to a full step.
     weights, others = load_weights(a, STEPS), load_weights(b, STEPS)
     assert weights.keys() == others.keys()
     names = [name for name in weights if not name.endswith("c_attn.bias")]
-    differences["weights"] = max((weights[name] - others[name]).abs().max().item() for name in names)
+    differences["weights"] = np.max([(weights[name] - others[name]).abs().max() for name in names])
     return differences
 
 
 def is_rounding(differences):
     """Whether two runs compute the same. The rates are Python's own numbers."""
-    return differences["lr"] < 1e-12 and max(differences.values()) < ROUNDING
+    return differences["lr"] < 1e-12 and np.max(list(differences.values())) < ROUNDING
 
 
 def drop_half():

@@ -15,7 +15,6 @@ from model import GPT
 from system import machine
 from system.cards import find_cards
 from system.distributed import Runtime
-from training import optim
 from training.config import TrainConfig
 from training.presets import PRESETS
 from training.schedule import at
@@ -38,7 +37,6 @@ def test_a_checkpoint_is_no_larger_than_assumed(train, tiny_config, optimizer):
     cfg = tiny_config("--optimizer", optimizer)
     model = GPT(cfg.model)
     assumed = plan.checkpoint_bytes(build_trainer(model, cfg, CPU, 1))
-    assert assumed == 4 * model.num_params() + optim.state_bytes(model, cfg)
     assert assumed < size < 1.25 * assumed  # beside the tensors, a tiny model has many names
 
 
@@ -78,21 +76,20 @@ def test_a_full_disk_is_refused_before_the_first_step(train, monkeypatch):
 # ------------------------------------------------------------------------- the result
 
 
-# The losses of steps 0, 6 and 12, of which the first is not saved | what is named.
+# The losses of steps 0, 6 and 12, of which the first is not saved | what is said behind the last weights.
 RESULTS = """
-9.0 3.25 4.0 | lowest, 3.2500, model_00006.pt
-2.5 3.25 4.0 | lowest, 2.5000 at step 0, not saved, model_00012.pt
-             | model_00012.pt
+9.0 3.25 4.0 | ; .*model_00006.pt has a lower val loss, 3.2500
+2.5 3.25 3.0 |
+             |
 """
 
 
-@pytest.mark.parametrize("losses, named", read_table(RESULTS))
-def test_the_best_step_is_that_of_all_evaluations(trained_run, capsys, losses, named):
+@pytest.mark.parametrize("losses, said", read_table(RESULTS))
+def test_the_end_names_better_weights_that_are_there(trained_run, capsys, losses, said):
     rows = [{"step": 6 * i, "val_loss": float(loss)} for i, loss in enumerate(losses.split())]
     write_jsonl(trained_run / "metrics.jsonl", rows)
     plan.print_result(parse_config("quickstart", "--out-dir", trained_run), 0, 12, 60.0)
-    out = capsys.readouterr().out
-    assert all(text in out for text in named.split(", ")) and ("lowest" in out) == bool(losses)
+    assert re.search(f"in 1m00s: {trained_run}/model_00012.pt{said}\n", capsys.readouterr().out)
 
 
 # ------------------------------------------------------------------------- --dry-run
@@ -196,12 +193,17 @@ def test_a_prediction_says_whether_a_run_fits(preset, cards, zero_stage, verdict
     assert verdict in plan.predict(replace(PRESETS[preset], zero_stage=int(zero_stage)), cards)
 
 
+@pytest.mark.parametrize("cards, said", [("H100", "12 published runs"), ("2xH100", "much longer")])
+def test_a_prediction_is_not_vouched_for_where_no_run_was_as_small(cards, said):
+    assert said in plan.predict(VIDEO, cards)
+
+
 def test_a_prediction_needs_no_data(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run_main("train_gpt2.py", "gpt2-124m", "--card 2xA100-80GB --gpu-hour-usd 1.5") == 0
     out = capsys.readouterr().out
-    hours = 19_073 * step_s(PRESETS["gpt2-124m"], "2xA100-80GB") / 3600
-    assert f"19,073 steps take 7h37m, ${2 * 1.5 * hours:.2f}" in out
+    # 524,288 tokens of 0.86 GFLOP on two cards of 312 TFLOP/s, of which half is reached: 1.436 s a step.
+    assert "19,073 steps take 7h37m, $22.83" in out
     assert "124,475,904 parameters on 2 x A100" in out and "MFU 50.0%" in out
     assert not list(tmp_path.iterdir())
 
@@ -229,16 +231,25 @@ def test_the_price_has_what_is_done_between_steps():
 
 def test_a_prediction_counts_the_data_that_are_there(tiny_data):
     cfg = parse_config("finetune", "--sequence-length 32 --total-batch-size 256 --data-dir", tiny_data)
-    steps = cfg.epochs * plan.open_data(cfg).order.sequences_per_epoch // 8
-    assert steps and f"\n{steps:,} steps take" in plan.predict(cfg, "H100")
+    # Of 3,001, 4,097 and 1,500 tokens: 93 + 128 + 46 sequences an epoch, in four epochs 133 times 8.
+    assert "\n133 steps take" in plan.predict(cfg, "H100")
     with refused("nowhere"):
         plan.predict(replace(cfg, data_dir="nowhere"), "H100")
 
 
-@pytest.mark.parametrize("times, warns", [(4, False), (4.5, True)])
-def test_data_that_are_read_too_often_are_a_warning(tiny_config, capsys, times, warns):
+@pytest.mark.parametrize("steps, warns", [(133, False), (134, True)])
+def test_data_that_are_read_too_often_are_a_warning(tiny_config, capsys, steps, warns):
+    """More than four times."""
     cfg = tiny_config()
     data = plan.open_data(cfg)
-    steps = int(times * data.order.sequences_per_epoch / at(0, cfg, 1).sequences)
     plan.print_plan(cfg, CPU, GPT(cfg.model), data, at(0, cfg, steps), steps)
     assert ("warning" in capsys.readouterr().out) == warns
+
+
+@pytest.mark.parametrize("part, warns", [(2, True), (1.02, False)])
+def test_data_with_fewer_steps_than_the_preset_are_a_warning(capsys, part, warns):
+    """19,560 steps of 512 sequences."""
+    cfg = parse_config("llmc-124m", "--data-dir nowhere")
+    data = SimpleNamespace(order=SimpleNamespace(sequences_per_epoch=round(19_560 * 512 / part)), T=1024, files=[])
+    plan.print_plan(cfg, CPU, GPT.without_memory(cfg.model), data, at(0, cfg, 19_560), 19_560)
+    assert ("has 9,780 steps" in capsys.readouterr().out) == warns

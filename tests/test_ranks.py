@@ -1,13 +1,14 @@
 """Ranks: how many there are does not show in the result, a run moves between their numbers, and one that differs ends
 all of them. test_distributed.py and test_cli.py have one that fails."""
 
+import copy
 import itertools
 import os
 import re
 import shutil
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest.mock import Mock
 
@@ -35,22 +36,25 @@ from checkpoints import checkpoint
 from checkpoints.run_folder import complete_steps, latest_step, model_path
 from lifecycle import open_run
 from lifecycle.build import build_trainer
+from lifecycle.stop import StopRequest
 from model import GPT, Block
 from system import distributed
 from system.distributed import Runtime
 from system.facts import compare
 from training import optim
+from training.step import Trainer
 
 # ------------------------------------------------------------------------- the same result
 
 
 def test_a_run_moves_between_numbers_of_ranks(train_ranks, one_run, trained_run, monkeypatch):
-    """From 1 rank to 2 and 4, ZeRO-1 on and off; a time limit ends the second part after a step."""
+    """From 1 rank to 2 and 4, ZeRO-1 on and off; a time limit ends the second part after a step, which it validates."""
     monkeypatch.setenv("TRAIN_START_TIME", "0")
-    delete_checkpoints_after(trained_run, 6)
+    delete_checkpoints_after(trained_run, 3)
     flags = "--micro-batch-size 2 --resume auto"
     train_ranks(2, trained_run, flags, "--zero-stage 1 --time-limit 1s")
-    assert latest_step(trained_run) == 7
+    assert latest_step(trained_run) == 4
+    assert load_metrics(trained_run)[4]["val_loss"] == pytest.approx(load_curve(one_run)[4][1], rel=2e-4)
     train_ranks(4, trained_run, flags)
     assert_curves_close(trained_run, one_run)
 
@@ -111,18 +115,19 @@ def signal_rank_1_in(module, name):
 
 
 def test_a_signal_to_one_rank_ends_all_and_changes_no_bit(train_ranks, tmp_path):
-    """With exit code 0, after the step in progress. Muon, which has AdamW beside it, with float32 copies of bfloat16
-    weights, and all of it sharded."""
+    """With exit code 0, soon in an evaluation, of which nothing is written, and after the step in progress. Muon, which
+    has AdamW beside it, with float32 copies of bfloat16 weights, and all of it sharded."""
     flags = "--optimizer muon --param-dtype bfloat16 --zero-stage 1 --model.no-tied-head --max-steps 4 --val-every 2"
-    flags += " --resume auto"
+    flags += " --micro-batch-size 1 --resume auto"
     whole, run = tmp_path / "whole", tmp_path / "run"
     train_ranks(2, whole, flags)
 
-    for step, place in (1, ["lifecycle.open_run", "open_data"]), (2, ["training.step", "to_device"]):
+    for step, place in (0, ["evaluation.evaluations", "to_device"]), (1, ["training.step", "to_device"]):
         output = train_ranks(2, run, flags, prepare=partial(signal_rank_1_in, *place))
         assert "another rank" in output
         # No rank ends before the last checkpoint, because torchrun ends all of them soon after the first.
         assert output.count(f"newest checkpoint: {step}") == 2
+        assert (run / "metrics.jsonl").exists() == (step > 0)
     train_ranks(2, run, flags)
 
     assert load_curve(run) == load_curve(whole)
@@ -147,6 +152,52 @@ def check_shares():
 
 def test_zero_divides_the_optimizer_state(tiny_args, run_ranks):
     run_ranks(2, check_shares, *tiny_args, "--optimizer muon --zero-stage 1")
+
+
+@dataclass(frozen=True)
+class LoneRank(Runtime):
+    """One of two ranks, without the other. Rank 0 comes first, and takes the other's values to be its own. Rank 1 gets
+    those of rank 0, and must call the same collectives: it ends at the first call that rank 0 has not made there."""
+
+    calls: list = field(default_factory=list)  # of rank 0: the collective with its caller, and the value
+
+    def exchange(self, name, value):
+        """The value of rank 0 for this call."""
+        call = f"{name} in {sys._getframe(2).f_code.co_name}"
+        if self.rank == 0:
+            self.calls.append((call, copy.deepcopy(value)))
+            return value
+        expected, value_of_0 = self.calls.pop(0) if self.calls else ("nothing more", None)
+        assert call == expected
+        return value_of_0
+
+    def all_reduce(self, tensor):
+        return self.exchange("all_reduce", tensor) + tensor
+
+    def gather(self, value):
+        return [self.exchange("gather", value), value]
+
+    def broadcast(self, tensor, source):
+        self.exchange("broadcast", None)
+
+    def barrier(self):
+        self.exchange("barrier", None)
+
+
+def test_all_ranks_call_the_same_collectives(tiny_config, tmp_path, monkeypatch):
+    """A rank that decided alone to save, to evaluate or to stop would leave the others waiting."""
+    monkeypatch.setattr("lifecycle.build.wrap_in_ddp", lambda loss, rt: loss)
+    monkeypatch.setattr(Trainer, "update", lambda trainer: None)  # the ranks have different gradients
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_hellaswag_rows(7))
+    size = "--model.vocab-size 50304 --model.n-embd 8"
+    flags = [size, "--max-steps 5 --save-every 2 --keep 1 --hellaswag-every 4 --sample-every 4 --hellaswag-data", rows]
+    cfg, rank_0 = tiny_config(*flags, "--out-dir", tmp_path / "run"), LoneRank(CPU.device, CPU.dtype, world_size=2)
+
+    train_gpt2.open_and_train(cfg, rank_0, StopRequest())
+    assert len(rank_0.calls) > 20
+    (tmp_path / "run").rename(tmp_path / "run of rank 0")
+    train_gpt2.open_and_train(cfg, replace(rank_0, rank=1), StopRequest())
+    assert rank_0.calls == []
 
 
 # ------------------------------------------------------------------------- ranks that differ

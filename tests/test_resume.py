@@ -38,15 +38,15 @@ from training.step import Trainer
 # ------------------------------------------------------------------------- stopped and resumed
 
 # Where a SIGTERM reaches one process after another, which is as it calls a function for the n-th time; and the step
-# that it then saves. Each resumes from the one before. Of the 12 steps of the run, 0, 4, 8 and 12 are validated, in 8
+# that it then saves. Each resumes from the one before. Of the 12 steps of the run, 0, 4, 8 and 12 are validated, in 16
 # batches.
 INTERRUPTIONS = [
-    (evaluations, "to_device", 3, 1),  # in an evaluation: the step that follows is done
+    (evaluations, "to_device", 3, 0),  # in an evaluation, which ends after 8 batches
+    (step, "to_device", 1, 1),  # in a step before its gradients
     (open_run, "open_data", 1, 2),
     (Trainer, "set_step", 2, 3),  # before the evaluations; the first call is in building the trainer
-    (step, "to_device", 1, 4),  # in a step before its gradients
-    (Trainer, "update", 2, 7),  # after the gradients: the next step looks
-    (evaluations, "to_device", 10, 12),  # in the evaluation of the last step: nothing else is left
+    (Trainer, "update", 2, 6),  # after the gradients: the next step looks
+    (evaluations, "to_device", 19, 12),  # in the evaluation of the last step
 ]
 
 
@@ -56,7 +56,7 @@ def send_signal_at(patch, stop, owner, name, call):
 
     def interrupted(*args, **kwargs):
         if next(calls) == call:
-            stop.request("signal SIGTERM")
+            stop.request("signal SIGTERM", is_urgent=True)
         return function(*args, **kwargs)
 
     patch.setattr(owner, name, interrupted)
@@ -64,6 +64,7 @@ def send_signal_at(patch, stop, owner, name, call):
 
 @pytest.mark.parametrize("flags", ["--optimizer adamw", "--optimizer muon --param-dtype bfloat16"])
 def test_an_interrupted_run_ends_with_the_same_bits(train, tmp_path, monkeypatch, flags):
+    flags += " --micro-batch-size 2"
     undisturbed, resumed = train("undisturbed", flags), tmp_path / "resumed"
 
     for *place, saved_step in INTERRUPTIONS:
@@ -212,6 +213,8 @@ def test_what_changes_is_accepted_and_printed(train, trained_run, monkeypatch, c
     flags = "--max-steps 13 --val-every 5 --seed 1 --allow-drift --resume"
     train("fork", flags, trained_run / "model_00012.pt")
     output = capsys.readouterr().out
+    # Of 12 steps the last rate is --min-lr. Of 13 it is 3e-4 + 27e-4 * (1 + cos(pi 10/11)) / 2.
+    assert "learning rate of step 12: 0.0003 -> 0.000355" in output
     assert "seed: 1337 -> 1" in output and "--val-every: 4 -> 5" in output and "-> 9.9" in output
 
 

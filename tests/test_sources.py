@@ -2,6 +2,7 @@
 files below a path, and files of a split, which `datasets` lists."""
 
 import os
+import shutil
 import time
 
 import numpy as np
@@ -161,12 +162,30 @@ def test_the_card_says_which_files_a_split_has(tmp_path, hub, flags, documents):
     run_fineweb(*command, flags)
     assert read_tokens(out) == encode(documents.split())
 
-    # A finished folder asks the Hub nothing; another choice needs another folder.
+    # A finished folder asks the Hub nothing.
     requests = len(hub.log)
     run_fineweb(*command, flags)
     assert len(hub.log) == requests
-    with refused(r"not part-a/"):
-        run_fineweb(*command, "--subset part-a/")
+
+
+# What is chosen otherwise | what the message names.
+OTHER_CHOICES = """
+--source owner/copy  | name owner/web, not owner/copy
+--subset french      | subset english, not french
+--split validation   | split train, not validation
+--text-column body   | column text, not body
+"""
+
+
+@pytest.mark.parametrize("change, named", read_table(OTHER_CHOICES))
+def test_another_choice_of_a_dataset_needs_another_folder(tmp_path, hub, change, named):
+    command = ("--source owner/web --subset english --out", tmp_path / "out")
+    run_fineweb(*command)
+    before = read_bytes(tmp_path / "out")
+    shutil.copytree(hub.repos / "web", hub.repos / "copy")
+    with refused(named):
+        run_fineweb(*command, change)
+    assert read_bytes(tmp_path / "out") == before
 
 
 # What follows --source | what the message names.

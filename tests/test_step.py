@@ -41,6 +41,15 @@ def test_gradients_are_reduced_once_a_step(tiny_config):
     assert reduced == [False, False, True] and loss == pytest.approx(sum(losses) / 3)
 
 
+@pytest.mark.parametrize("flag, passes", [("--no-recompute", 1), ("--recompute", 2)])
+def test_recompute_runs_a_block_again_in_the_backward_pass(tiny_config, flag, passes):
+    cfg, inputs = tiny_config(flag), []
+    trainer = build_trainer(GPT(cfg.model), cfg, CPU, 12)
+    trainer.model.transformer.h[0].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
+    trainer.compute_gradients(torch.zeros(1, 2, 33, dtype=torch.uint16))
+    assert len(inputs) == passes
+
+
 # ------------------------------------------------------------------------- a loss or gradient that is not finite
 
 

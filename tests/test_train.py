@@ -13,12 +13,9 @@ from helpers import (
     make_hellaswag_rows,
     same_bits,
     write_jsonl,
-    write_slowly,
 )
 
 import train_gpt2
-from checkpoints import checkpoint
-from checkpoints.run_folder import model_path
 from lifecycle.build import build_trainer
 from lifecycle.stop import StopRequest
 from training.config import Recipe, TrainConfig
@@ -35,15 +32,6 @@ OFF_DEFAULT = {
 # A run in which every setting of OFF_DEFAULT acts.
 MOVING = """--optimizer muon --max-steps 3 --warmup-steps 1 --schedule trapezoid --cooldown 0.7 --grad-clip 0.1
 --model.no-tied-head --val-every 0 --save-every 0"""
-
-
-def test_the_end_names_the_best_weights_that_are_there(train, monkeypatch, capsys):
-    """Also if the last checkpoint takes longer to write than the last evaluation takes."""
-    monkeypatch.setattr(checkpoint, "write", write_slowly(0.2))
-    run = train("run", "--save-every 4 --keep 1")
-    losses = {val_loss: step for step, (_, val_loss, _) in load_curve(run).items() if val_loss is not None}
-    best = model_path(run, losses[min(losses)])
-    assert f" {min(losses):.4f}: {best}\n" in capsys.readouterr().out and best.exists()
 
 
 def train_three_steps(cfg, folder) -> dict[str, torch.Tensor]:

@@ -52,7 +52,8 @@ def count_starts(pod):
 
 
 # The words of a command | what the trainer is given, whose last word is the run folder that train.sh looks at. --keep
-# may have deleted a checkpoint that is named; its run is still there, whose three epochs have seven steps.
+# may have deleted a checkpoint that is named; its run is still there, whose three epochs have seven steps. The folder
+# "own" has a checkpoint already.
 COMMANDS = """
                                              | --resume auto --out-dir log/gpt2-124m
 record8-124m --max-steps 5                   | record8-124m --max-steps 5 --resume auto --out-dir log/record8-124m
@@ -64,12 +65,14 @@ record8-124m --out_dir=x/y --resume auto     | record8-124m --out_dir=x/y --resu
 --resume log/old/model_00007.pt --out-dir new| --resume log/old/model_00007.pt --out-dir new --out-dir new
 model_00007.pt 6 --keep 9                    | --resume log/old --epochs 6 --max-steps 14 --keep 9 --out-dir log/old
 log/old/model_00001.pt 6                     | --resume log/old --epochs 6 --max-steps 14 --out-dir log/old
+model_00007.pt --out-dir own                 | --resume log/old --out-dir own --out-dir own --resume own
 """
 
 
 @pytest.mark.parametrize("words, given", read_table(COMMANDS))
 def test_the_trainer_writes_where_train_sh_looks(pod, words, given):
     pod.add_checkpoint("log/old", 7)
+    pod.add_checkpoint("own", 8)
     pod.root.joinpath("log/old/config.json").write_text('{"resolved_max_steps": 7, "epochs": 3}')
     done = pod.call(*words.split())
     pod.wait_until_ended()
@@ -293,6 +296,14 @@ def test_a_kill_at_the_end_keeps_the_machine(rented, hub):
     assert not rented.read("removed")
 
 
+def test_a_public_repository_is_pushed_to_if_asked(pod):
+    """The check before the start writes its words to the file checked."""
+    pod.start(PUSH_TO="me/x", PUSH_PUBLIC="1")
+    pod.wait_until_ended()
+    assert pod.read("checked") == "check me/x --public\n"
+    assert pod.read("pushed") == "push-model my run me/x --public --with-optimizer --steps best\n"
+
+
 def test_checkpoints_are_pushed_while_it_trains(pod):
     pod.add_checkpoint("my run", 99999)
     (pod.run / "model_best.pt").touch()  # the user's own
@@ -356,6 +367,15 @@ def test_make_prepares_a_rented_machine_and_starts(pod):
         "hellaswag.py",
     ]
     assert "record8-124m --max-steps 9 --resume auto" in pod.read("starts")
+
+
+def test_a_mistake_is_logged_without_torchruns_traceback(tmp_path):
+    """With the real torchrun and trainer."""
+    command = ["bash", ROOT / "train.sh", "quickstart", "--data-dir", "nowhere"]
+    env = {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "NPROC": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and output.count(f"error: {tmp_path}/nowhere is not") == 1 and "Traceback" not in output
 
 
 @pytest.mark.slow

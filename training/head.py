@@ -64,7 +64,7 @@ class Loss(nn.Module):
 
     def head_losses(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C), as GPT.hidden returns it, and targets (N,) -> the mean objective and the mean cross-entropy, in
-        chunks. `plain_head_losses` computes the same without chunks."""
+        chunks."""
         chunk_sums = self.compiled_sums if self.compiles else self.chunk_sums
         num_chunks = math.ceil(len(x) / self.chunk_rows(x.device))
         if torch.is_grad_enabled():
@@ -104,15 +104,6 @@ class Loss(nn.Module):
             return 1024
         chunk_bytes = min(3.3e9, memory_bytes(device) / 24)
         return 2 ** int(math.log2(chunk_bytes / (2 * self.model.config.vocab_size)))
-
-
-def plain_head_losses(model: GPT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What Loss.head_losses computes, with all logits at once: x (N, C), targets (N,) -> the mean objective and the
-    mean cross-entropy. A test compares the two."""
-    logits = model.logits(x)  # (N, V)
-    losses = token_losses(logits, targets)
-    count = (targets >= 0).sum()
-    return (token_objectives(logits, losses) * (targets >= 0)).sum() / count, losses.detach().sum() / count
 
 
 class ChunkedHead(torch.autograd.Function):

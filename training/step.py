@@ -130,8 +130,10 @@ class Trainer:
     def evaluating(self) -> Iterator[None]:
         """Inside the `with` statement, the model is in eval mode, in which dropout, for example, does nothing."""
         self.model.eval()
-        yield
-        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.train()
 
     def compute_gradients(self, batch: Tensor) -> tuple[float, float]:
         """Forward and backward over the micro-batches of a step, then clip the global norm to --grad-clip.
