@@ -150,6 +150,7 @@ def test_compiled_chunks_are_those_of_the_eager_program(precision):
 def compare_two_ranks():
     """The script of a rank: the gradients of two micro-batches, averaged over the ranks by DDP, are those of one rank
     with all logits at once. The head has a bias of its own."""
+    rope = Loss(make_network(positions="rope"), False)
     GPT.multiply_head, extra = HEADS["bias"]
     model, idx, targets = make_batch()
     model.extra = nn.Parameter(extra.clone())
@@ -169,7 +170,6 @@ def compare_two_ranks():
         for name, p in model.named_parameters():
             assert (p.grad - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-7, name
         # No step sends RoPE's table, which never changes.
-        rope = Loss(make_network(positions="rope"), False)
         assert len(list(rope.buffers())) and not wrap_in_ddp(rope, rt).will_sync_module_buffers()
 
 

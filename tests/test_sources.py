@@ -179,7 +179,7 @@ OTHER_CHOICES = """
 
 @pytest.mark.parametrize("change, named", read_table(OTHER_CHOICES))
 def test_another_choice_of_a_dataset_needs_another_folder(tmp_path, hub, change, named):
-    command = ("--source owner/web --subset english --out", tmp_path / "out")
+    command = ("--source owner/web --subset english --shard-size 3 --out", tmp_path / "out")
     run_fineweb(*command)
     before = read_bytes(tmp_path / "out")
     shutil.copytree(hub.repos / "web", hub.repos / "copy")
