@@ -182,6 +182,8 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     them. Of another vocabulary all rows stay, and there is no tokenizer. Raises UserError if `out_dir` exists, or if
     what was written does not compute what the model computes.
     """
+    from safetensors import SafetensorError
+
     out_dir = Path(out_dir)
     require(not out_dir.exists(), f"{out_dir} exists, and nothing is overwritten; choose a new folder")
 
@@ -200,8 +202,12 @@ def save_hf(model: GPT, out_dir: str | Path) -> bool:
     out_dir.mkdir(parents=True)
     fix = "give your change of model.py a field in GPTConfig, whose default means off"
     try:
-        # RuntimeError: of torch, for weights that transformers' network lacks.
-        with explain_errors("the export would be another network", fix, RuntimeError):
+        # SafetensorError: for a full disk, as its writer has no error number. RuntimeError: of torch, for weights that
+        # transformers' network lacks.
+        with (
+            explain_errors(f"{out_dir} cannot be written", "make room, or choose another disk", SafetensorError),
+            explain_errors("the export would be another network", fix, RuntimeError),
+        ):
             exported = (save_with_code if needs_code else save_gpt2)(config, trimmed, out_dir)
             check_logits(GPT.from_state_dict(model.config, weights), exported, V)
         if V == VOCAB_SIZE:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from helpers import TRICKY_TEXTS, read_json, read_table, refused, same_bits
+from helpers import TRICKY_TEXTS, limit_file_size, read_json, read_table, refused, same_bits
 from networks import NETWORKS, make_network
 from safetensors.torch import load_file, save_file
 
@@ -48,6 +48,14 @@ def small_export(tmp_path):
 
 
 # ------------------------------------------------------------------------- exports
+
+
+@pytest.mark.parametrize("network", ["gpt2", "record8"])
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, network):
+    """Whether transformers writes the weights, or this project."""
+    with limit_file_size(10_000), refused(f"{tmp_path}/out cannot be written.*room"):
+        convert.save_hf(make_network(NETWORKS[network], vocab_size=256), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @torch.no_grad()
