@@ -91,12 +91,12 @@ def load_hf(name_or_dir: str | Path) -> GPT:
     from safetensors.torch import load_file
 
     folder = Path(name_or_dir)
+    if not folder.is_dir():
+        with open_hub() as api:
+            folder = Path(api.snapshot_download(str(name_or_dir), allow_patterns=FILES))
     # RuntimeError: of torch, for weights that do not fit the network.
     kinds = (SafetensorError, ValueError, RuntimeError)
     with explain_errors(f"cannot open {name_or_dir}", "download or export it again", *kinds):
-        if not folder.is_dir():
-            with open_hub() as api:
-                folder = Path(api.snapshot_download(str(name_or_dir), allow_patterns=FILES))
         config, has_gpt2_layout = read_config(folder)
         check_tokenizer(folder)
 

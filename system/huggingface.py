@@ -55,4 +55,6 @@ def open_hub() -> Iterator[HfApi]:
         message = " ".join(f"{constants.ENDPOINT}: {reason}".split()).rstrip(".")
         if isinstance(reason, errors.HfHubHTTPError) and reason.response.status_code in (401, 403, 404):
             message += "; is the name right? A private or gated repository needs a token that may read it: HF_TOKEN"
+        elif isinstance(reason, httpx2.TransportError):
+            message += "; check the network"
         raise UserError(message) from None

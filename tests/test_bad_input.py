@@ -129,7 +129,7 @@ TABLE = """
 1 | infer.py cut/model_00001.pt                            | cut/model_00001.pt
 1 | infer.py .                                             | run, small, weights
 1 | infer.py ./rnu                                         | no model at rnu
-1 | infer.py OWNER/NAME                                    | 127.0.0.1:9
+1 | infer.py OWNER/NAME                                    | refused; check the network
 1 | infer.py small/odd.pt Hello                            | 50256 tokens
 1 | infer.py small/wide.pt Hello                           | 100352 tokens
 1 | plots.py none                                          | none
