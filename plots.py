@@ -237,9 +237,14 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False, x
         # A folder without metrics.jsonl may have several logs.
         log = find_log(Path(name))
         label = name if log == Path(name) / "metrics.jsonl" else log
-        # Its last values: "log/quickstart: train 5.537, val 5.601, step 80".
-        ends = [f"{word} {curves[key][1, -1]:#.4g}" for key, word in words.items() if key in curves]
+        # Its last values: "log/quickstart: train 6.024, val 10.81 at step 0, step 36".
         last_step = max(steps[-1] for steps, _ in curves.values())
+        ends = []
+        for key, word in words.items():
+            if key in curves:
+                step, value = curves[key][:, -1]
+                where = "" if key == "train_loss" or step == last_step else f" at {x} {step:,.0f}"
+                ends.append(f"{word} {value:#.4g}{where}")
         label = f"{label}: {', '.join([*ends, f'{x} {last_step:,.0f}'])}"
         print0(label)
         lines.append(Line2D([], [], color=f"C{len(lines) % 10}", lw=2.4, label=label))

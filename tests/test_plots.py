@@ -136,7 +136,7 @@ def test_logs_and_consoles_are_read(tmp_path, name):
 def test_one_run(draw, tmp_path):
     run = write_run(tmp_path / "run")
     panels, legend = draw(run)
-    ends = f"train {loss_at(299):.3f}, val {loss_at(250):.3f}, HellaSwag 0.2917, step 299"
+    ends = f"train {loss_at(299):.3f}, val {loss_at(250):.3f} at step 250, HellaSwag 0.2917 at step 250, step 299"
     assert [text.get_text() for text in legend.get_texts()] == [f"{run}: {ends}"]
 
     # Every step and the medians of the train loss are lines, the val loss is points alone.
