@@ -29,7 +29,7 @@ trap 'echo x >>"$POD/signals"; eval "$ON_TERM"; save 00042; status stopped "sign
 case $* in
 *device_count*) echo 2 ;;
 *max_steps*config.json) exec python3 "$@" ;;
-*hub.py\ check*) echo "${@:2}" >>"$POD/checked"; [[ -z ${NO_TOKEN-} ]] ;;
+*hub.py\ check*) echo "${@:2}" >>"$POD/checked"; echo "hub.py ${@:2}" >>"$POD/prepared"; [[ -z ${NO_TOKEN-} ]] ;;
 *hub.py\ pull-data* | *hellaswag.py* | *--dry-run*) echo "$@" >>"$POD/prepared"; eval "${PREPARING:-true}" ;;
 *hub.py*) echo "${@:2}" >>"$POD/pushed"; eval "${HUB_DOES:-true}" ;;
 *)  echo "${@:3}" >>"$POD/starts"
@@ -61,7 +61,7 @@ class Pod:
         self.seconds = {"restart_delay_s": "0", "remove_delay_s": "0.01", "push_pause_s": "0.01", "show_log_s": "0.01"}
         write_script(root / "project/.venv/bin/python", PYTHON)
         write_script(root / "bin/runpodctl", '#!/bin/sh\necho "$@" >> "$POD/removed"\n')
-        write_script(root / "bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4}\n")
+        write_script(root / "bin/df", "#!/bin/sh\necho Type\necho ${DISK:-ext4} 99 9 ${FREE:-90000000}\n")
         os.mkfifo(root / "never")
         self.env = {"PATH": f"{root}/bin:{os.environ['PATH']}", "POD": str(root), "RUNPOD_POD_ID": "pod7"}
         self.started = []  # the supervisors, which lead sessions

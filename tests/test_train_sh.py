@@ -328,45 +328,46 @@ def test_another_version_of_runpodctl(rented, known, removed):
 
 
 PREPARED = """\
--m torch.distributed.run --standalone --nproc_per_node=2 train_gpt2.py record8-124m --dry-run \
---gpu-hour-usd 2.5 --max-steps 9
+hub.py check HF_USER/MODEL
+-m torch.distributed.run --standalone --nproc_per_node=2 train_gpt2.py gpt2-124m --dry-run \
+--gpu-hour-usd 2.5 --time-limit 8h --stop-off-track
 hellaswag.py
-hub.py pull-data kjj0/fineweb10B-gpt2 data/fineweb --limit-shards 25
+hub.py pull-data kjj0/finewebedu10B-gpt2 data/fineweb-edu
 """
 
 
-def test_make_prepares_a_rented_machine_and_starts(pod):
-    """The first try ends at the tokens, and the second goes on there. What is done already is not done again."""
+def test_the_lines_of_the_weekend_prepare_a_machine_and_start(pod):
+    """Those of docs/running.md. The first try ends at the tokens, and the second goes on there: what is done already is
+    not done again."""
+    project, lines = pod.root / "project", (ROOT / "docs/running.md").read_text()
+    lines = "".join(re.findall(r"^    (export .*\n|make gpt2-124m .*\n)", lines, re.MULTILINE)[:3])
     pod.call("--help")  # writes train.sh
-    project = pod.root / "project"
     shutil.copy(ROOT / "Makefile", project)
-    (project / "data/fineweb").mkdir(parents=True)
+    for name in ("requirements.txt", "constraints.txt", ".venv/.installed"):
+        (project / name).touch()
 
-    def make(nvidia="/dev/nvidia0", **settings):
-        words = ["-o", ".venv/.installed", "record8-124m", f"NVIDIA={nvidia}", "TRAIN_ARGS=--max-steps 9"]
-        env = {**pod.env, "NPROC": "2", "GPU_HOUR_USD": "2.5", **settings}
-        return subprocess.run(["make", *words], cwd=project, env=env, capture_output=True, text=True)
+    def type_lines(nvidia="/dev/nvidia0", **settings):
+        env = {**pod.env, "NPROC": "2", "MAKEFLAGS": f" -- NVIDIA={nvidia}", **settings}
+        return subprocess.run(["bash", "-ec", lines], cwd=project, env=env, capture_output=True, text=True)
 
-    assert make(nvidia="").returncode and make(PUSH_TO="me/x", NO_TOKEN="1").returncode
-    assert not pod.read("prepared")
-    failed = make(PREPARING="[[ $* != *pull-data* ]]")
-    assert failed.returncode and "fineweb.py --out data/fineweb" in failed.stdout and not pod.read("starts")
+    for lacking in {"nvidia": ""}, {"FREE": "20000000"}:
+        assert type_lines(**lacking).returncode and not pod.read("prepared")
+    failed = type_lines(PREPARING="[[ $* != *pull-data* ]]")
+    assert failed.returncode and "fineweb.py --out data/fineweb-edu" in failed.stdout and not pod.read("starts")
     assert pod.read("prepared") == PREPARED
 
-    (project / "log/record8-124m").mkdir(parents=True)
-    (project / "log/record8-124m/config.json").touch()
+    (project / "log/gpt2-124m").mkdir(parents=True)
+    (project / "log/gpt2-124m/config.json").touch()
+    (project / "data/fineweb-edu").mkdir(parents=True)
     for _ in range(2):
-        done = make(PLAN="finish")
+        done = type_lines(PLAN="finish")
         assert done.returncode == 0, done.stdout + done.stderr
-        pid = int(re.search(r", pid (\d+)", done.stdout)[1])
-        pod.started.append(pid)
-        wait_for(lambda pid=pid: not is_alive(pid))
-    assert [words.split()[0] for words in pod.read("prepared").splitlines()[3:]] == [
-        "hellaswag.py",
-        "hub.py",
-        "hellaswag.py",
-    ]
-    assert "record8-124m --max-steps 9 --resume auto" in pod.read("starts")
+        pod.started.append(int(re.search(r", pid (\d+)", done.stdout)[1]))
+        wait_for(lambda: not is_alive(pod.supervisor))
+    again = [line.split()[1] for line in pod.read("prepared").splitlines()[4:] if line.startswith("hub.py")]
+    assert again == ["check", "pull-data", "check", "check", "check"]
+    assert "gpt2-124m --time-limit 8h --stop-off-track --resume auto" in pod.read("starts")
+    assert pod.read("removed").split() == ["pod", "delete", "pod7"] * 2
 
 
 def test_a_mistake_is_logged_without_torchruns_traceback(tmp_path):
