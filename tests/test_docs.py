@@ -41,7 +41,7 @@ OTHERS = set("""
     lambada_openai arc_easy model_args NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE
     CUDA_VISIBLE_DEVICES LAMBDA_API_KEY RUNPOD_POD_ID PIP_INDEX_URL WANDB_NAME WANDB_PROJECT all_reduce
     val_loss_ema hf_ instance_ids DictReader field_size_limit MyDrive GLOO_SOCKET_IFNAME q8_0 my.csv name.py
-    val_loss_books ADDRESS_OF_THIS_REPOSITORY HF_USER use_compile read_table to_pylist
+    val_loss_books ADDRESS_OF_THIS_REPOSITORY HF_USER use_compile eval_iters read_table to_pylist
     --gpus-per-node --constraint --exclude --local-addr --model_args --batch_size --max_steps
 """.split())  # fmt: skip
 
@@ -53,10 +53,11 @@ OTHERS |= PATCHES.keys() | {f"{name}.diff" for name in PATCHES}
 
 
 def find_code(name):
-    """The blocks and inline code of a page, but for diffs, and for what a table has beside its last column, "here"."""
+    """The blocks and inline code of a page, but for diffs, and for what a table has beside its last column, if that is
+    about this project."""
     text = PAGES[name].replace("\\\n", " ")
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        if table.splitlines()[0].endswith("| here |"):
+        if table.splitlines()[0].endswith(("| here |", "| this project |", "| this project's |")):
             text = text.replace(table, re.sub(r"^\|.*\| (.*) \|$", r"\1", table, flags=re.MULTILINE))
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
