@@ -239,7 +239,7 @@ def predict(cfg: TrainConfig, card: str) -> str:
         f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
         f"{speed}\n"
-        f"{evidence}; to measure, use --dry-run there"
+        f"{evidence}; to measure, use --dry-run on that machine"
     )
 
 
