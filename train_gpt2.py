@@ -90,12 +90,10 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
             # Step 0 evaluates the initial weights. The last iteration ends before it trains.
             due = [evaluation for evaluation in run.evaluations if evaluation.is_due(now)]
             try:
-                numbers, texts = measure(due, trainer, f"step {now.number:5d}/{run.max_steps}")
+                row |= measure(due, trainer, f"step {now.number:5d}/{run.max_steps}")
             except Stopped:  # [stop] the next start evaluates this step again
                 stops = 1
                 break
-            row |= numbers
-            metrics.log_texts(now, texts)
             if verdict.is_lost(now, row):
                 stop.request("--stop-off-track")
             if now.is_last:
@@ -156,8 +154,8 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
     validations = [evaluation for evaluation in run.evaluations if isinstance(evaluation, Validation)]
     if validations and not now.is_last:
         with suppress(Stopped):
-            numbers, _ = measure(validations, trainer, f"step {now.number:5d}/{run.max_steps}")
-            metrics.write({"step": now.number} | numbers)
+            row = measure(validations, trainer, f"step {now.number:5d}/{run.max_steps}")
+            metrics.write({"step": now.number} | row)
 
     reason = stop.reason or "another rank"
     print0(f"stopped by {reason} at step {state.step} of {run.max_steps}, saved in {cfg.run_dir}")

@@ -95,13 +95,14 @@ class MetricsLogger:
         print0(line)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one line: `step` and whatever was measured there."""
+        """Append one line: `step` and whatever was measured there. Texts, such as samples, go to the tracker alone."""
         if not self.run.rt.is_main:
             return
         if row["step"] == self.run.first_step:
             row = self.measured_at_start | row
         # JSON has no NaN and no infinity, which a skipped step of float16 may have: write null.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        numbers = {k: v for k, v in row.items() if not isinstance(v, str)}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
         self.unwritten += json.dumps(finite).encode() + b"\n"
         with warn_on_error():
             if self.file is None:
@@ -114,12 +115,6 @@ class MetricsLogger:
         with warn_on_error():
             values = {k: v for k, v in row.items() if k != "step" and v is not None}
             self.log_to_tracker(row["step"], values)
-
-    def log_texts(self, now: Step, texts: dict[str, str]) -> None:
-        """Send samples and other texts {evaluation: text} to the tracker. The console has them already."""
-        if self.run.rt.is_main and texts:
-            with warn_on_error():
-                self.log_to_tracker(now.number, dict(texts))
 
     def flush(self) -> None:
         """Bring all lines to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the
