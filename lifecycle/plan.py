@@ -100,16 +100,12 @@ def check_disk(cfg: TrainConfig, trainer: Trainer, max_steps: int) -> None:
         saves = min(saves, max(1, cfg.keep + 2 - len(complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    size = checkpoint_bytes(trainer)
+    # The first step creates the optimizers' state.
+    size = trainer.state.num_bytes() + optim.state_bytes(trainer.model, cfg)
     free = shutil.disk_usage(cfg.run_dir).free
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 1, a larger --save-every or another --out-dir"
     require(saves * size <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")
-
-
-def checkpoint_bytes(trainer: Trainer) -> int:
-    """The size of a checkpoint after the first step, which creates the optimizers' state."""
-    return trainer.state.num_bytes() + optim.state_bytes(trainer.model, trainer.cfg)
 
 
 def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
@@ -168,8 +164,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     step_s = seconds[1] + (micro_steps - 1) * micro_s
     peak_gb = machine.peak_memory(rt.device) / 2**30
     print0(f"dry run: peak memory per rank {peak_gb:.1f} GiB; {micro_steps} micro-steps of {micro_s * 1e3:,.0f} ms")
-    size, peak_flops = checkpoint_bytes(trainer), total_peak_flops(rt)
-    print0(describe_speed(cfg, model, size, step_s, now, max_steps, rt.world_size, peak_flops))
+    print0(describe_speed(cfg, model, step_s, now, max_steps, rt.world_size, total_peak_flops(rt)))
 
 
 def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
@@ -216,10 +211,8 @@ def predict(cfg: TrainConfig, card: str) -> str:
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
     require(cfg.dtype != "float32", f"--card does not predict --dtype float32; {fix}")
 
-    max_steps = cfg.max_steps
-    if not max_steps and Path(cfg.data_dir).is_dir():
-        max_steps = count_steps(cfg, open_data(cfg).order.sequences_per_epoch)
-    require(max_steps, f"how many steps {cfg.preset} takes depends on the data in {cfg.data_dir}; say --max-steps")
+    # Without --max-steps, the length of the run depends on the data.
+    max_steps = cfg.max_steps or count_steps(cfg, open_data(cfg).order.sequences_per_epoch)
     divisors_of_share(cfg, len(cards), max_steps)  # what a run on these cards would refuse
 
     optimizer_bytes = optim.state_bytes(model, cfg, len(cards) if cfg.zero_stage else 1)
@@ -228,10 +221,9 @@ def predict(cfg: TrainConfig, card: str) -> str:
     gb = min(card.gb for card in kinds)
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
     peak_flops = 1e12 * sum(card.tflops for card in kinds)
-    saved_bytes = 4 * model.num_params() + optim.state_bytes(model, cfg)
     now = at(0, cfg, max_steps)
     step_s = predict_step_s(cfg, cards, now)
-    speed = describe_speed(cfg, model, saved_bytes, step_s, now, max_steps, len(cards), peak_flops)
+    speed = describe_speed(cfg, model, step_s, now, max_steps, len(cards), peak_flops)
     evidence = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
     if cfg.total_batch_size < MIN_TOKENS * len(cards):
         evidence = f"steps may take much longer: no published run has fewer than {MIN_TOKENS:,} tokens a step on a GPU"
@@ -269,7 +261,6 @@ def predict_pauses_s(cfg: TrainConfig, state_bytes: int, step: int, max_steps: i
 def describe_speed(
     cfg: TrainConfig,
     model: GPT,
-    state_bytes: int,
     step_s: float,
     now: Step,
     max_steps: int,
@@ -284,6 +275,7 @@ def describe_speed(
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
     steps_s = (at(max_steps, cfg, max_steps).sequences_before - now.sequences_before) / sequences_per_second
+    state_bytes = 4 * model.num_params() + optim.state_bytes(model, cfg)  # the weights are in float32
     pauses_s = predict_pauses_s(cfg, state_bytes, now.number, max_steps, tokens_per_second)
 
     def describe(seconds: float) -> str:
