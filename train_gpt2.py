@@ -33,9 +33,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from system import process
+import system  # noqa: F401  # first
 
-process.set_omp_wait_policy()  # before torch is imported
+# isort: split
 import torch
 
 from evaluation.evaluations import Validation, measure
@@ -47,7 +47,7 @@ from lifecycle.metrics import MetricsLogger
 from lifecycle.open_run import Run, open_run
 from lifecycle.save import Saver
 from lifecycle.stop import StopRequest, spare_programs
-from system import distributed
+from system import distributed, process
 from system.distributed import Runtime, Stopped
 from system.errors import TransientError
 from system.facts import START, Fact

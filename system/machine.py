@@ -1,9 +1,7 @@
 """The machine a script runs on: its device, its precision, its memory, the versions of its software.
 
-    device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
-    print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
-
-Importing this imports torch, so process.set_omp_wait_policy must have run before.
+device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
+print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
 """
 
 import ctypes
