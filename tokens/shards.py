@@ -232,11 +232,10 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder, or if one
     of them has a suffix that is not in FORMATS."""
     data_dir = Path(data_dir)
-    fix = f"fineweb.py makes one: python fineweb.py --source SOURCE --out {shlex.quote(str(data_dir))}"
-    if data_dir.name in READY_MADE:
-        fix = f"make it: python fineweb.py --source {data_dir.name} --out {shlex.quote(str(data_dir))}; or pull its "
-        fix += f"tokens: python hub.py pull-data {READY_MADE[data_dir.name]} {shlex.quote(str(data_dir))}"
-    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
+    folder = shlex.quote(str(data_dir))
+    make = f"python fineweb.py --source SOURCE --out {folder}"
+    pull = f"python hub.py pull-data {READY_MADE.get(data_dir.name, 'OWNER/NAME')} {folder}"
+    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; make it: {make}; or pull it: {pull}")
     # By number, as x_train_1000000 comes after x_train_999999.
     numbered = []
     for path in filter(Path.is_file, data_dir.iterdir()):

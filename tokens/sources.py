@@ -103,9 +103,8 @@ def match_files(flag: str, words: list[str]) -> list[Path]:
         # A file whose name has glob characters in it is meant literally.
         matches = [word] if os.path.isfile(word) else sorted(glob(word, recursive=True))
         paths = [Path(match) for match in matches if os.path.isfile(match)]
-        require(paths or not os.path.isdir(word), f"{flag} {word} is a folder; name its files: '{word}/*.txt'")
         fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {KNOWN}"
-        require(paths, f"{flag} {word}: there is no such file in {os.getcwd()}; {fix}")
+        require(paths, f"{flag} {word} names no file in {os.getcwd()}; {fix}")
         files += paths
     return files
 
