@@ -3,22 +3,18 @@
     find_cards("8xH100")        # ["H100", "H100", ...], eight names in read_cards()
     total_peak_flops(rt)        # 9.89e14 on an H100; None for a card that is not in the table
 
-Importing it imports no torch. To add a card, add a line to cards.csv.
+To add a card, add a line to cards.csv.
 """
-
-from __future__ import annotations
 
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from system.distributed import Runtime
 from system.errors import require
 from system.files import read_table
-
-if TYPE_CHECKING:
-    from system.distributed import Runtime
-
+from system.machine import device_name
 
 MIN_WIDTH = 512  # of networks that are made for GPUs: smaller ones come nowhere near a card's peak
 
@@ -65,8 +61,6 @@ def total_peak_flops(rt: Runtime) -> float | None:
     The whole name must match, but for the size of the memory: a 3080 of a laptop and a MIG slice of an A100 are other
     cards.
     """
-    from system.machine import device_name
-
     tflops = {short_name(name): card.tflops for name, card in read_cards().items()}
     found = [short_name(re.sub(r"\b\d+GB", "", name)) for name in rt.gather(device_name(rt.device))]
     return 1e12 * sum(tflops[name] for name in found) if tflops.keys() >= set(found) else None
