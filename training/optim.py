@@ -144,7 +144,6 @@ class NamedOptimizer:
         self.optimizer, self.rt, self.is_sharded = optimizer, rt, is_sharded
         self.local: Any = optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]  # this rank's share
         names = {weight: name for name, weight in weights.items()}
-        self.weights = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
         self.own = {names[p]: p for group in self.local.param_groups for p in group["params"]}
         self.group_of = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
         self.initial_values = {name: copy_values(group) for name, group in self.group_of.items()}
@@ -170,8 +169,9 @@ class NamedOptimizer:
 
     def load_state_dict(self, state: Moments) -> None:
         """Load copies of this rank's share. Raises ValueError if the state has other parameters."""
-        if state.keys() != self.weights.keys():
-            raise ValueError(f"it has other parameters: {', '.join(sorted(state.keys() ^ self.weights.keys()))}")
+        different = ", ".join(sorted(state.keys() ^ self.group_of.keys()))
+        if different:
+            raise ValueError(f"it has other parameters: {different}")
         for name, moments in state.items():
             # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load its
             # own groups.
