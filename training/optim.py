@@ -163,9 +163,8 @@ class NamedOptimizer:
 
     def changed_values(self, name: str) -> dict[str, Any]:
         """What the optimizer has changed in the group of this parameter. The rate is left out: the schedule sets it."""
-        first = self.initial_values[name]
-        values = {key: value for key, value in self.group_of[name].items() if key not in ("params", "lr")}
-        return {key: value for key, value in values.items() if key not in first or not is_equal(value, first[key])}
+        first, now = self.initial_values[name], copy_values(self.group_of[name])
+        return {key: value for key, value in now.items() if key != "lr" and not is_equal(value, first.get(key))}
 
     def load_state_dict(self, state: Moments) -> None:
         """Load copies of this rank's share. Raises ValueError if the state has other parameters."""
