@@ -232,12 +232,6 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
         yield shard[:filled], {"file": file, "token": position}
 
 
-def choose_split(source: Source, index: int, end: dict[str, int]) -> str:
-    """The split of a shard: its number, and where in the source it ends."""
-    is_val = end["file"] < source.val_files if source.val_files else index == 0
-    return "val" if is_val else "train"
-
-
 def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manifest:
     """Make the shards that the manifest does not list yet. Raises UserError.
 
@@ -257,8 +251,9 @@ def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manif
     for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
         # OUT_val_000000, then OUT_train_000001, ...
         index = len(manifest.shards)
-        split = choose_split(manifest.source, index, end)
-        path = out / f"{out.resolve().name}_{split}_{index:06d}.{manifest.format}"
+        val_files = manifest.source.val_files
+        is_val = end["file"] < val_files if val_files else index == 0
+        path = out / f"{out.resolve().name}_{'val' if is_val else 'train'}_{index:06d}.{manifest.format}"
         # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists
         # the shard, and it is written again.
         sha256 = shards.write_shard(path, tokens)
@@ -271,8 +266,8 @@ def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manif
     # Each split must have a sequence of GPT-2's length, or a shard of a smaller --shard-size.
     needed = min(SEQUENCE_TOKENS, manifest.shard_tokens)
     tokens = {"val": 0, "train": 0}
-    for index, shard in enumerate(manifest.shards):
-        tokens[choose_split(manifest.source, index, shard.end)] += shard.tokens
+    for file in shards.list_shards(out):
+        tokens[file.split] += file.tokens
     if min(tokens.values()) < needed:
         # Without these shards, the same folder can take a larger text.
         for shard in manifest.shards:
