@@ -70,8 +70,10 @@ def open_run(asked: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | Non
     # The network and its weights. A run that began with --init-from keeps its network. Otherwise the flags say which
     # network is asked for, and check_changes refuses another one than the checkpoint's.
     if saved:
-        model = open_saved_weights(saved)
-        old = saved["config"]
+        print0(f"resumed from {saved['model_file']}")
+        model, old = open_model(saved["model_file"]), saved["config"]
+        problem = f"{saved['model_file']} and its optim file have different networks"
+        require(model.config == old.model, f"{problem}; take both files of a step from one run")
         network = asked.model if old.init_from == "scratch" else old.model
         cfg = replace(asked, init_from=old.init_from, model=network)
     else:
@@ -151,16 +153,6 @@ def check_cpu_is_meant(cfg: TrainConfig, rt: Runtime) -> None:
     problem = f"there is no GPU here, and on a CPU a network of width {cfg.model.n_embd} trains for months"
     fix = "use the preset quickstart, or --device cpu to do it all the same"
     require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; {fix}")
-
-
-def open_saved_weights(saved: dict[str, Any]) -> GPT:
-    """The weights of a checkpoint. Raises UserError if its two files belong to different networks."""
-    print0(f"resumed from {saved['model_file']}")
-    model = open_model(saved["model_file"])
-    fix = "take both files of a step from one run"
-    is_same = model.config == saved["config"].model
-    require(is_same, f"{saved['model_file']} and its optim file have different networks; {fix}")
-    return model
 
 
 def open_first_weights(cfg: TrainConfig) -> GPT:
