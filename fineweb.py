@@ -202,14 +202,16 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
     filled = 0
     file, position = -1, 0  # how many ids of that file have come
     for ids, file_of_ids in tokenize(chunks):
-        if file_of_ids != file:
-            if filled and file < manifest.source.val_files <= file_of_ids:
+        while len(ids) and filled < left:
+            # A full shard, and the last one of the validation files, ends before the next id.
+            if filled == len(shard) or (filled and file < manifest.source.val_files <= file_of_ids):
                 yield shard[:filled], {"file": file, "token": position}
                 left -= filled
-                shard = np.empty(min(manifest.shard_tokens, left), np.uint16)
+                shard = np.empty(min(manifest.shard_tokens, left), np.uint16)  # the last one may still be written
                 filled = 0
-            file, position = file_of_ids, 0
-        while left and len(ids):
+            if file_of_ids != file:
+                file, position = file_of_ids, 0
+
             # What is skipped, or fits into this shard, and the rest.
             part = ids[: skip or len(shard) - filled]
             ids = ids[len(part) :]
@@ -219,13 +221,8 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
                 continue
             shard[filled : filled + len(part)] = part
             filled += len(part)
-            if filled == len(shard):
-                yield shard, {"file": file, "token": position}
-                left -= filled
-                shard = np.empty(min(manifest.shard_tokens, left), np.uint16)  # the last one may still be written
-                filled = 0
-        if not left:
-            return
+        if filled == left:
+            break
 
     # The rest of the stream makes a last, shorter shard.
     if filled:

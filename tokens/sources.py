@@ -194,16 +194,15 @@ def describe_hub(
         fix = f"choose with --split: {', '.join(splits)}"
         require(chosen_split in splits, f"{repo} has no split {chosen_split!r} in {start or 'it'}; {fix}")
         val = [] if split else [path for name in choose_val(list(splits)) for path in splits[name]]
-        paths = [*val, *splits[chosen_split]]
+        paths = splits[chosen_split]
     else:
         below = [name for name in sorted(sizes) if name.startswith(start)]
         paths = [name for name in below if name.endswith(".parquet")]
         paths = paths or [name for name in below if name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))]
         require(paths, f"{repo} has no .parquet or .jsonl whose path starts with {start}; give another --subset")
         val = choose_val(paths)
-        paths = list(dict.fromkeys([*val, *paths]))
     # A card that names a file of another place ends here.
-    files = [SourceFile(path, sizes[path]) for path in paths]
+    files = [SourceFile(path, sizes[path]) for path in dict.fromkeys([*val, *paths])]
     return Source(repo, start, revision, files, column, chosen_split, len(val))
 
 
