@@ -95,31 +95,3 @@ def test_state_of_other_parameters_is_refused(trainer):
 def test_a_loaded_state_keeps_this_runs_settings(trainer):
     other = build(replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
     assert {group["weight_decay"] for group in other.optimizers[0].param_groups} == {0.3, 0.0}
-
-
-class Counting(torch.optim.SGD):
-    """An optimizer that changes its groups, as schedule-free optimizers and Prodigy do."""
-
-    def step(self):
-        super().step()
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["estimate"] = torch.tensor(0.5 * group["k"])
-
-
-@pytest.fixture
-def counting(monkeypatch):
-    monkeypatch.setitem(optim.ALGORITHMS, "adamw", optim.Algorithm(Counting, {}, 0))
-
-
-def test_what_an_optimizer_changes_in_its_groups_is_saved_and_settings_are_not(counting):
-    trainer = build(BASE)
-    for step in range(3):
-        take_step(trainer, step)
-
-    other = build(replace(BASE, weight_decay=0.3), saved=trainer.state.copy())
-
-    groups = other.optimizers[0].param_groups
-    assert [(group["k"], group["estimate"].item()) for group in groups] == [(3, 1.5)] * 2
-    assert {group["weight_decay"] for group in groups} == {0.3, 0.0}
-    assert other.state.copy()["components"]["adamw"]["transformer.wte.weight"][optim.GROUP]["k"] == 3
