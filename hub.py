@@ -221,7 +221,6 @@ def pull_model(repo: str, out_dir: Path) -> None:
 
 # ------------------------------------------------------------------------- other layouts
 
-# The README.md of an export.
 CARD = """---
 pipeline_tag: text-generation
 tags: [gpt2]
@@ -245,7 +244,6 @@ In transformers:
     print(pipe("Hello, I'm a language model,", max_new_tokens=50)[0]["generated_text"])
 """
 
-# The table of a card.
 SCORES = re.compile(r"\| preset \| step \|.*\n.*\n.*\n")
 
 

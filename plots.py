@@ -251,7 +251,6 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False, x
     panels = [[*losses, key] if key == "val_loss" else [key] for key in [*PANELS, *others]]
     panels = [keys for keys in panels if measured.intersection(keys)]
 
-    # Two panels side by side.
     references = [*dict.fromkeys(filter(None, found))]  # each once
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")

@@ -113,7 +113,6 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
             shares = torch.tensor([loss / rt.world_size, stop.is_requested(), not math.isfinite(norm)])
             loss, stops, bad_norms = rt.all_reduce(shares).tolist()
 
-            # The update.
             if math.isfinite(loss) and not bad_norms:
                 saver.writer.check()  # [resume] a save that failed for good ends the run
                 trainer.update()

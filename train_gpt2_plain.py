@@ -232,9 +232,8 @@ def train(cfg: Config) -> None:
         # sum of the losses. The update needs the gradients of the mean over the whole batch. Each loss is the mean over
         # its micro-batch, and all micro-batches have the same size, so divide each loss by the number of micro-batches.
         start = time.perf_counter()
-        torch.manual_seed(
-            cfg.seed + step * world_size + rank
-        )  # if you add dropout, it draws the numbers of train_gpt2.py
+        # If you add dropout, it draws the same random numbers as in train_gpt2.py.
+        torch.manual_seed(cfg.seed + step * world_size + rank)
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(micro_steps):
             # DDP averages the summed gradients in the last backward pass. Averaging in every pass would give the same

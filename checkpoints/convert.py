@@ -354,7 +354,6 @@ def build_old(saved: Any) -> tuple[GPT, int]:
     require(names <= weights.keys(), f"it lacks {names - weights.keys()}")
     block_size, n_embd = weights["transformer.wpe.weight"].shape
 
-    # The network that the tensors fit.
     config = GPTConfig(
         block_size=block_size,
         vocab_size=weights["transformer.wte.weight"].shape[0],

@@ -4,10 +4,8 @@
     due = [evaluation for evaluation in evaluations if evaluation.is_due(now)]
     row = measure(due, trainer, "step   250/19073")     # {"val_loss": 3.29, "samples": "...", ...}
 
-The training loop, --eval-only, the cost before a run (--card, --dry-run), the comparison between ranks and the one with
-the checkpoint on resume all go through this list. To add an evaluation, write a class such as Validation and add it to
-make_list. Each number that it returns goes to metrics.jsonl, the tracker and plots.py, which draws val_loss_* beside
-the loss.
+To add an evaluation, write a class such as Validation and add it to make_list. Each number that it returns goes to
+metrics.jsonl, the tracker and plots.py, which draws val_loss_* beside the loss.
 
 No evaluation changes the weights, the gradients, the order of the data or the random numbers of training.
 """
@@ -189,7 +187,6 @@ def validate(loss: Loss, data: Loader, val_tokens: int, rt: Runtime, B: int) -> 
         x, y = to_device(torch.from_numpy(padded), rt.device)  # (B, T) each
         y[len(own) :] = -100  # ignored by the loss, as in F.cross_entropy
 
-        # The mean over the rows that count.
         with rt.autocast():
             _, mean_loss = loss(x, y)
         losses.append((mean_loss, len(own)))

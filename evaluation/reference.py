@@ -3,7 +3,6 @@
     reference = find_reference("gpt2-124m", max_steps=19_073, tokens_per_step=524_288)
     reference.judge(500, 5.31)      # True, "step 500: val 5.310, reference 5.181 to 5.413: on track"
 
-evaluation/verdict.py prints that line after each validation; plots.py --reference draws the range behind the curves.
 Nothing here needs torch.
 """
 

@@ -7,8 +7,6 @@ metrics.jsonl holds one object a line, `step` always, and no step twice. For the
 
     metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
     the console     step   250/19073 | loss: 5.800000 | lr 2.1000e-04 | norm: 0.7000 | dt: ... | eta: 12h30m
-
-checkpoints/run_folder.py reads the file.
 """
 
 import json

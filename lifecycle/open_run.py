@@ -137,8 +137,7 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
         require(is_newest, f"{problem}; {fix}")
 
     # Weights pulled from the Hub may have no optimizer state, so a run cannot resume from them, and must not overwrite
-    # them. If there is an older complete step, the run resumes from that step,
-    # and trains these weights again.
+    # them. If there is an older complete step, the run resumes from that step, and trains these weights again.
     weights = next(run_dir.glob("model_[0-9]*.pt"), None)
     if weights and newest is None:
         problem = f"{weights} ({weights.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"

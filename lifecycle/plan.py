@@ -1,13 +1,11 @@
 """The plan of a run: what it will do, take and cost, printed before it starts; and its result, at the end.
 
-    print_plan(cfg, rt, model, data, now, max_steps)
-    check_disk(cfg, trainer, max_steps)
-    print_result(cfg, first_step, step, seconds)
-    dry_run(cfg, rt)                                # --dry-run: measures a step on this machine
-    evaluate_weights(cfg, rt)                       # --eval-only
-    print0(predict(cfg, "8xH100"))                  # --card 8xH100: needs no GPU and no data, and takes a second
-
-tests/test_plan.py compares the predictions with published runs.
+print_plan(cfg, rt, model, data, now, max_steps)
+check_disk(cfg, trainer, max_steps)
+print_result(cfg, first_step, step, seconds)
+dry_run(cfg, rt)                                # --dry-run: measures a step on this machine
+evaluate_weights(cfg, rt)                       # --eval-only
+print0(predict(cfg, "8xH100"))                  # --card 8xH100: needs no GPU and no data, and takes a second
 """
 
 import json

@@ -3,9 +3,8 @@
     with distributed.session("auto") as rt:     # under torchrun: joins the process group
         total = rt.all_reduce(torch.ones(1, device=rt.device))
 
-train_gpt2.py and hellaswag.py open a session, and pass `rt` to whatever needs the device or the ranks. World size 1
-takes the same path as 8: its collectives do nothing. Collectives are never rank-conditional: where a docstring says
-that every rank must call something, a rank that did not would leave the others waiting.
+World size 1 takes the same path as 8: its collectives do nothing. Collectives are never rank-conditional: where a
+docstring says that every rank must call something, a rank that did not would leave the others waiting.
 
 There are two process groups:
 

@@ -61,9 +61,7 @@ def run(main: Callable[[], object]) -> int:
         if isinstance(e, OSError) and e.errno in PATH_ERRORS:
             e = UserError(f"{e}; choose another path (for what is written: --out-dir or --out)")
         if isinstance(e, OSError) and e.errno in DISK_FULL:
-            e = TransientError(
-                f"{e}: the disk is full or a quota is used up; make room, then run the same command again"
-            )
+            e = TransientError(f"{e}: the disk or a quota is full; make room, then run the same command again")
         if isinstance(e, UserError):
             message = f"error: {e}"
             if not isinstance(e, TransientError):

@@ -152,7 +152,6 @@ class TrainConfig(Recipe):
         check_settings(self)
         parse_duration(self.time_limit)
 
-        # The rules between settings.
         T, tokens = self.sequence_length, self.total_batch_size
         context = self.model.block_size
         fix = f"use --sequence-length {context}"
@@ -186,8 +185,7 @@ class TrainConfig(Recipe):
 
 
 def settings_facts(cfg: TrainConfig) -> Facts:
-    """{flag: fact} of every setting. The settings of the network have names such as
-    --model.n-layer."""
+    """{flag: fact} of every setting, also of the network's: --model.n-layer."""
     facts = {flag(f"model.{name}"): Fact(str(value), RESULT) for name, value in dataclasses.asdict(cfg.model).items()}
     recipe = {field.name for field in dataclasses.fields(Recipe)}
     for field in dataclasses.fields(cfg):

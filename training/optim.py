@@ -137,8 +137,7 @@ GROUP = "group"  # the key in a parameter's Moments of the group values that the
 class NamedOptimizer:
     """An optimizer whose state has the names of the parameters, so the state fits any number of ranks and any order of
     the parameters. The settings of the groups are not part of the state, because they follow from the settings of the
-    run. Values that the optimizer itself changes in a group, such as a counter of steps, are part of
-    the state."""
+    run. Values that the optimizer itself changes in a group, such as a counter of steps, are part of the state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor], rt: Runtime, is_sharded: bool):
         self.optimizer, self.rt, self.is_sharded = optimizer, rt, is_sharded
@@ -172,8 +171,7 @@ class NamedOptimizer:
         if different:
             raise ValueError(f"it has other parameters: {different}")
         for name, moments in state.items():
-            # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load its
-            # own groups.
+            # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load its own.
             self.group_of[name].update(copy.deepcopy(self.initial_values[name] | moments.get(GROUP, {})))
             if name in self.own:
                 tensors = {key: value for key, value in moments.items() if key != GROUP}
