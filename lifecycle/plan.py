@@ -27,7 +27,7 @@ from lifecycle.microbatch import divisors_of_share
 from lifecycle.open_run import find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
-from system.cards import MIN_WIDTH, find_cards, read_cards, total_peak_flops
+from system.cards import MIN_WIDTH, Card, find_cards, total_peak_flops
 from system.distributed import Runtime, check_ranks
 from system.errors import require
 from system.files import atomic_write
@@ -214,30 +214,30 @@ def predict(cfg: TrainConfig, card: str) -> str:
 
     optimizer_bytes = optim.state_bytes(model, cfg, len(cards) if cfg.zero_stage else 1)
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + optimizer_bytes) / 1e9
-    kinds = [read_cards()[name] for name in cards]
-    gb = min(card.gb for card in kinds)
+    gb = min(card.gb for card in cards)
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
-    peak_flops = 1e12 * sum(card.tflops for card in kinds)
+    peak_flops = 1e12 * sum(card.tflops for card in cards)
     now = at(0, cfg, max_steps)
     step_s = predict_step_s(cfg, cards, now)
     speed = describe_speed(cfg, model, step_s, now, max_steps, len(cards), peak_flops)
     evidence = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
     if cfg.total_batch_size < MIN_TOKENS * len(cards):
         evidence = f"steps may take much longer: no published run has fewer than {MIN_TOKENS:,} tokens a step on a GPU"
+    devices = describe_devices([card.name for card in cards])
     return (
-        f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
+        f"{cfg.preset}: {model.num_params():,} parameters on {devices}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
         f"{speed}\n"
         f"{evidence}; to measure, use --dry-run there"
     )
 
 
-def predict_step_s(cfg: TrainConfig, cards: list[str], now: Step) -> float:
-    """Seconds of a step on these GPUs, by their names in cards.csv. The GPUs share the step evenly, and wait for the
-    slowest one. The backward pass is assumed to hide what they send each other."""
+def predict_step_s(cfg: TrainConfig, cards: list[Card], now: Step) -> float:
+    """Seconds of a step on these GPUs. They share the step evenly, and wait for the slowest one. The backward pass is
+    assumed to hide what they send each other."""
     tokens = now.sequences * cfg.sequence_length
     flops = tokens * GPT.without_memory(cfg.model).flops_per_token(cfg.sequence_length)
-    slowest = min(card.tflops * card.mfu for name, card in read_cards().items() if name in cards)
+    slowest = min(card.tflops * card.mfu for card in cards)
     seconds = flops / (len(cards) * 1e12 * slowest)
     if cfg.recompute:
         seconds *= 4 / 3  # one more forward pass, of the three that a step takes
