@@ -260,7 +260,7 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False, x
     figure.legend(handles=lines, loc="outside upper center", frameon=False)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with explain_errors(f"cannot write the image {out}", "choose another suffix", ValueError):
+    with explain_errors(f"cannot write the image {out}", "choose another --out", ValueError):
         figure.savefig(out, format=out.suffix[1:])
     return out
 
