@@ -207,8 +207,8 @@ def validate(loss: Loss, data: Loader, val_tokens: int, rt: Runtime, B: int) -> 
 def text_lengths() -> np.ndarray:
     """How many bytes of text each id of GPT-2's vocabulary stands for. <|endoftext|> has none."""
     lengths = np.zeros(2**16, np.int64)
-    for i in range(tokenizer.EOT):
-        lengths[i] = len(tokenizer.encoding().decode_single_token_bytes(i))
+    for token, i in tokenizer.load_ranks().items():
+        lengths[i] = len(token)
     return lengths
 
 
