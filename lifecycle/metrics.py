@@ -68,9 +68,8 @@ class MetricsLogger:
         tokens_per_second = now.sequences * T / seconds
         flops_per_second = tokens_per_second * run.model.flops_per_token(T)
         mfu = flops_per_second / self.peak_flops if self.peak_flops else None
-        row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
-        row |= {"tokens_per_second": tokens_per_second, "mfu": mfu}
-        self.write(row)
+        times = {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
+        self.write(row | times | {"tokens_per_second": tokens_per_second, "mfu": mfu})
 
         clock = time.monotonic()
         line = f"step {now.number:5d}/{run.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}"
