@@ -11,7 +11,6 @@ removed, it makes that one and those after it again.
 
 import argparse
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -140,8 +139,7 @@ def find_finished(out: Path, planned: Manifest) -> Manifest:
     changed = {name: f"with {name} {before[name]}, not {now[name]}" for name in names if before[name] != now[name]}
     if "revision" in changed:
         changed["revision"] = "from other files"
-    fix = f"choose another --out, or: rm -r {shlex.quote(str(out))}"
-    require(not changed, f"{out.absolute()} was made {', '.join(sorted(changed.values()))}; {fix}")
+    require(not changed, f"{out.absolute()} was made {', '.join(sorted(changed.values()))}; choose another --out")
 
     # A shard that is missing or has another size is made again, and all later ones. (Other damage is found by the hash,
     # whenever a shard is read.)

@@ -100,8 +100,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
         config, has_gpt2_layout = read_config(folder)
         check_tokenizer(folder)
 
-        fix = "load it with transformers, and save_pretrained"
-        require((folder / WEIGHTS).is_file(), f"it has no {WEIGHTS}; {fix}")
+        require((folder / WEIGHTS).is_file(), f"it has no {WEIGHTS}; load it with transformers, and save_pretrained")
         weights = clean_weights(load_file(folder / WEIGHTS))
         if has_gpt2_layout:
             weights = transpose_conv1d(weights)

@@ -132,17 +132,15 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     # A new run overwrites no run, and neither does a run that resumes from an earlier step or from another folder.
     if newest is not None:
         is_newest = saved and saved["model_file"].samefile(run_folder.model_path(run_dir, newest))
-        problem = f"{run_dir} already holds a run at step {newest}, which is never overwritten"
-        fix = "continue it with --resume auto, or start another run with another --out-dir"
-        require(is_newest, f"{problem}; {fix}")
+        require(is_newest, f"{run_dir} holds a run at step {newest}; use --resume auto, or another --out-dir")
 
     # Weights pulled from the Hub may have no optimizer state, so a run cannot resume from them, and must not overwrite
     # them. If there is an older complete step, the run resumes from that step, and trains these weights again.
     weights = next(run_dir.glob("model_[0-9]*.pt"), None)
     if weights and newest is None:
         problem = f"{weights} ({weights.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"
-        fix = "move it away, then --resume auto; or start from these weights with"
-        raise UserError(f"{problem}; {fix} --init-from {shlex.quote(str(weights))} and another --out-dir")
+        fix = f"move it away, or start from it: --init-from {shlex.quote(str(weights))} and another --out-dir"
+        raise UserError(f"{problem}; {fix}")
     return saved and saved | {"config": TrainConfig.from_dict(saved["config"], saved["defaults"])}
 
 
@@ -150,8 +148,7 @@ def check_cpu_is_meant(cfg: TrainConfig, rt: Runtime) -> None:
     """Raise UserError for a new run of a large network on a CPU, unless --device or --init-from is given."""
     is_meant = rt.device.type != "cpu" or cfg.device != "auto" or cfg.init_from != "scratch"
     problem = f"there is no GPU here, and on a CPU a network of width {cfg.model.n_embd} trains for months"
-    fix = "use the preset quickstart, or --device cpu to do it all the same"
-    require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; {fix}")
+    require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; use the preset quickstart, or --device cpu")
 
 
 def open_first_weights(cfg: TrainConfig) -> GPT:

@@ -79,8 +79,7 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, n
         print0(f"warning: {problem}; use more shards, or --epochs 1")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
-        fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"
-        print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
+        print0(f"warning: {cfg.data_dir} is unfinished: run fineweb.py again first; no run resumes on other data")
 
 
 def describe_devices(names: list[str]) -> str:
@@ -171,8 +170,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
     (acc_norm). Raises UserError without weights or data."""
     weights = {"none": cfg.init_from, "auto": str(cfg.run_dir)}.get(cfg.resume, cfg.resume)
-    fix = "add --resume log/RUN, for its own data, or --init-from gpt2 or another model"
-    require(weights != "scratch", f"--eval-only needs trained weights: {fix}")
+    require(weights != "scratch", "--eval-only needs trained weights: add --resume log/RUN, or --init-from gpt2")
     # A resumed run would measure the weights at the step of the checkpoint. Other weights are taken to be final ones.
     step = max_steps = 1
     if cfg.resume != "none":

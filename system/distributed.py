@@ -130,8 +130,8 @@ def session(device: str = "auto", facts: Facts | None = None) -> Iterator[Runtim
     # srun and mpirun start N tasks, each of which would train alone, while N are paid for.
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         tasks = os.environ.get(name, "1")
-        problem = f"{name} is {tasks}, but these tasks are no ranks of one run; start each machine's by torchrun"
-        require(tasks == "1" or "RANK" in os.environ, f"{problem}, as cloud/slurm.sbatch does")
+        fix = "start each machine's ranks by torchrun, as cloud/slurm.sbatch does"
+        require(tasks == "1" or "RANK" in os.environ, f"{name} is {tasks}, but tasks are no ranks of one run; {fix}")
 
     machine.use_expandable_segments()  # before CUDA starts
     rt = Runtime(machine.choose_device(device, env_number("LOCAL_RANK", 0)), torch.float32)
@@ -177,8 +177,7 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
     chosen = usable[0]
     if dtype_flag != "auto":
         is_usable = dtype_flag in usable or rt.device.type == "cpu"
-        fix = f"use --dtype {chosen}, or leave it out"
-        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; {fix}")
+        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; use --dtype {chosen}")
         chosen = dtype_flag
     elif saved_dtype in usable:
         chosen = saved_dtype

@@ -54,8 +54,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     # No process group sends tensors of mps. Before torch 2.14, M1 and M2 get products wrong that sum over more than
     # 32,768 numbers, as the gradient of GPT-2's head does, without a word (pytorch#177116, #183535).
     has_mps = torch.backends.mps.is_available() and torch.__version__ >= "2.14" and env_number("WORLD_SIZE", 1) == 1
-    rule = "--device mps is for one process, on a Mac, by torch 2.14 or newer; use --device cpu"
-    require(name != "mps" or has_mps, rule)
+    require(name != "mps" or has_mps, "--device mps is for one process, on a Mac, with torch 2.14; use --device cpu")
 
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     has_gpu = torch.cuda.is_available() or (not is_hidden and any(glob(pattern) for pattern in NVIDIA_FILES))

@@ -66,7 +66,7 @@ TABLE = """
 1 | train_gpt2.py --resume ./rnu                           | run, small, weights
 1 | train_gpt2.py --resume weights/model_00003.pt          | weights/model_00003.pt
 1 | train_gpt2.py --resume text.txt                        | text.txt
-1 | TRAIN --model.vocab-size 100                           | size, 100
+1 | TRAIN --model.vocab-size 100                           | vocab-size 100
 1 | TRAIN --micro-batch-size 3                             | --micro-batch-size 3
 1 | TRAIN --max-steps 0 --total-batch-size 1048576         | --total-batch-size 1048576
 1 | TRAIN --device cuda                                    | --device cuda

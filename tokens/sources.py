@@ -191,8 +191,7 @@ def describe_hub(
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if chosen_split:
         splits = list_splits(repo, start, revision)
-        fix = f"choose with --split: {', '.join(splits)}"
-        require(chosen_split in splits, f"{repo} has no split {chosen_split!r} in {start or 'it'}; {fix}")
+        require(chosen_split in splits, f"{repo} has no --split {chosen_split}; choose one of {', '.join(splits)}")
         val = [] if split else [path for name in choose_val(list(splits)) for path in splits[name]]
         paths = splits[chosen_split]
     else:
