@@ -117,13 +117,13 @@ def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, capsys,
 
 def test_a_run_that_is_off_track_can_stop_there(train, monkeypatch, capsys):
     """After the step of the second loss in a row, which is in metrics.jsonl."""
-    runs = SimpleNamespace(judge=lambda step, loss: (step not in (2, 6, 8), f"off by {loss:.3f}"))
+    runs = SimpleNamespace(expected_range=lambda step: (9, 10) if step in (2, 6, 8) else (0, 10))
     monkeypatch.setattr(verdict, "choose_reference", lambda cfg, max_steps: runs)
     run = train("run", "--val-every 2 --stop-off-track")
     output = capsys.readouterr().out
     assert "stopped by --stop-off-track at step 9 of 12" in output
     curve = load_curve(run)
-    assert sorted(curve) == list(range(10)) and f"off by {curve[8][1]:.3f}" in output
+    assert sorted(curve) == list(range(10)) and f"step 8: val {curve[8][1]:.3f}, reference 9.000" in output
     assert curve[9][1] is not None  # the weights that it leaves are measured, too
     assert complete_steps(run)[-1] == 9
 

@@ -204,7 +204,7 @@ record8-124m | 99    | 0 | step
 
 
 @pytest.mark.parametrize("preset, steps, drawn, x", read_table(RECIPES))
-def test_the_public_runs_of_the_recipe_are_what_judge_accepts(draw, tmp_path, capsys, preset, steps, drawn, x):
+def test_the_public_runs_of_the_recipe_are_drawn_with_their_margin(draw, tmp_path, capsys, preset, steps, drawn, x):
     reference = next(found for found in read_references() if found.preset == preset)
     recipe = {"preset": preset, "resolved_max_steps": int(steps)}
     run = write_run(tmp_path / "run", 2001, ("val_loss", "hellaswag_acc_norm"), **recipe)
