@@ -72,7 +72,7 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
 
     # This rank's batches: (micro_steps, B, T + 1) tokens for each step from here on. [speed] A thread reads ahead.
     counts = (at(step, cfg, run.max_steps).sequences for step in itertools.count(run.first_step))
-    batches = run.data.batches(run.sequences, counts, trainer.B, rt, cfg.overfit_single_batch)
+    batches = run.data.batches(state.sequences, counts, trainer.B, rt, cfg.overfit_single_batch)
 
     stops = 0  # [stop] how many ranks were asked to stop
     with saver:  # [resume] joins the thread that writes, also if the run crashes

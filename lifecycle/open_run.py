@@ -45,7 +45,6 @@ class Run:
     evaluations: list[Evaluation]
     facts: Facts  # what identifies the run, besides its settings; saved in each checkpoint
     first_step: int  # the step that this start begins at: 0, or the checkpoint's
-    sequences: int  # how many sequences of the data were read before first_step
     max_steps: int
 
     def is_complete(self) -> bool:
@@ -99,7 +98,7 @@ def open_run(asked: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | Non
         **list_facts(evaluations),
         **machine.version_facts(),
     }
-    first_step, sequences = (saved["step"], saved["sequences"]) if saved else (0, 0)
+    first_step = saved["step"] if saved else 0
     check_ranks_agree(settings_facts(cfg) | facts, first_step, cfg, rt)
     if saved:
         check_changes(old_facts, facts, saved, cfg, max_steps)
@@ -110,7 +109,7 @@ def open_run(asked: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | Non
         kept = metrics.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
         os.rename(metrics, kept)
         print0(f"{cfg.run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are in {kept}")
-    return Run(cfg, rt, model, data, evaluations, facts, first_step, sequences, max_steps), saved
+    return Run(cfg, rt, model, data, evaluations, facts, first_step, max_steps), saved
 
 
 # ------------------------------------------------------------------------- what a run starts from

@@ -22,7 +22,7 @@ def make_logger(folder, start_step=0, tracker="none"):
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd 20")
     cfg = replace(cfg, tracker=tracker)  # not by its flag, which wants the tracker's package
-    return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, [], {}, start_step, 0, 7209))
+    return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, [], {}, start_step, 7209))
 
 
 # ------------------------------------------------------------------------- the console
