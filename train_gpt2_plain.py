@@ -181,7 +181,7 @@ def train(cfg: Config) -> None:
 
     # Autocast computes matrix products in bfloat16, which has half the bits of float32 and the same range. Weights,
     # gradients and the loss stay in float32.
-    device = choose_device("auto", env_number("LOCAL_RANK", 0))  # a GPU of this machine, if there is one
+    device = choose_device("auto")  # a GPU of this machine, if there is one
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, for the matrix products that stay in float32
     is_bfloat16 = cfg.dtype == "bfloat16" and device.type != "mps"

@@ -134,7 +134,7 @@ def session(device: str = "auto", facts: Facts | None = None) -> Iterator[Runtim
         require(tasks == "1" or "RANK" in os.environ, f"{name} is {tasks}, but tasks are no ranks of one run; {fix}")
 
     machine.use_expandable_segments()  # before CUDA starts
-    rt = Runtime(machine.choose_device(device, env_number("LOCAL_RANK", 0)), torch.float32)
+    rt = Runtime(machine.choose_device(device), torch.float32)
     is_cuda = rt.device.type == "cuda"
     if is_cuda:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32

@@ -1,6 +1,6 @@
 """The machine a script runs on: its device, its precision, its memory, the versions of its software.
 
-device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
+device = choose_device("auto")      # cuda:0, mps or cpu
 print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
 """
 
@@ -43,9 +43,9 @@ CUDA_FIX = (
 )
 
 
-def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+def choose_device(name: str = "auto") -> torch.device:
     """The device of that name: cpu, mps, cuda, cuda:N, or auto, which is cuda where there is an NVIDIA GPU, else mps on
-    a Mac that has it. A rank gets the GPU of its `local_rank`. Raises UserError if there is no such device, or if torch
+    a Mac that has it. A rank gets the GPU of its LOCAL_RANK. Raises UserError if there is no such device, or if torch
     cannot use a GPU that is there: the run would take days on the CPU while the GPU is billed."""
     match = re.fullmatch("auto|cpu|mps|cuda(?::([0-9]+))?", name)
     if match is None:
@@ -63,7 +63,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if name in ("cpu", "mps"):
         return torch.device(name)
 
-    device = torch.device("cuda", int(match[1] or local_rank))
+    device = torch.device("cuda", int(match[1] or env_number("LOCAL_RANK", 0)))
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:  # the latter if torch was built for CPUs
