@@ -11,7 +11,6 @@ removed, it makes that one and those after it again.
 
 import argparse
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -140,8 +139,7 @@ def find_finished(out: Path, planned: Manifest) -> Manifest:
     changed = {name: f"with {name} {before[name]}, not {now[name]}" for name in names if before[name] != now[name]}
     if "revision" in changed:
         changed["revision"] = "from other files"
-    fix = f"choose another --out, or: rm -r {shlex.quote(str(out))}"
-    require(not changed, f"{out.absolute()} was made {', '.join(sorted(changed.values()))}; {fix}")
+    require(not changed, f"{out.absolute()} was made {', '.join(sorted(changed.values()))}; choose another --out")
 
     # A shard that is missing or has another size is made again, and all later ones. (Other damage is found by the hash,
     # whenever a shard is read.)
@@ -202,14 +200,16 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
     filled = 0
     file, position = -1, 0  # how many ids of that file have come
     for ids, file_of_ids in tokenize(chunks):
-        if file_of_ids != file:
-            if filled and file < manifest.source.val_files <= file_of_ids:
+        while len(ids) and filled < left:
+            # A full shard, and the last one of the validation files, ends before the next id.
+            if filled == len(shard) or (filled and file < manifest.source.val_files <= file_of_ids):
                 yield shard[:filled], {"file": file, "token": position}
                 left -= filled
-                shard = np.empty(min(manifest.shard_tokens, left), np.uint16)
+                shard = np.empty(min(manifest.shard_tokens, left), np.uint16)  # the last one may still be written
                 filled = 0
-            file, position = file_of_ids, 0
-        while left and len(ids):
+            if file_of_ids != file:
+                file, position = file_of_ids, 0
+
             # What is skipped, or fits into this shard, and the rest.
             part = ids[: skip or len(shard) - filled]
             ids = ids[len(part) :]
@@ -219,23 +219,12 @@ def fill_shards(chunks: Iterable[Chunk], manifest: Manifest) -> Iterator[tuple[n
                 continue
             shard[filled : filled + len(part)] = part
             filled += len(part)
-            if filled == len(shard):
-                yield shard, {"file": file, "token": position}
-                left -= filled
-                shard = np.empty(min(manifest.shard_tokens, left), np.uint16)  # the last one may still be written
-                filled = 0
-        if not left:
-            return
+        if filled == left:
+            break
 
     # The rest of the stream makes a last, shorter shard.
     if filled:
         yield shard[:filled], {"file": file, "token": position}
-
-
-def choose_split(source: Source, index: int, end: dict[str, int]) -> str:
-    """The split of a shard: its number, and where in the source it ends."""
-    is_val = end["file"] < source.val_files if source.val_files else index == 0
-    return "val" if is_val else "train"
 
 
 def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manifest:
@@ -257,8 +246,9 @@ def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manif
     for tokens, end in prefetch(fill_shards(chunks, manifest), 1):
         # OUT_val_000000, then OUT_train_000001, ...
         index = len(manifest.shards)
-        split = choose_split(manifest.source, index, end)
-        path = out / f"{out.resolve().name}_{split}_{index:06d}.{manifest.format}"
+        val_files = manifest.source.val_files
+        is_val = end["file"] < val_files if val_files else index == 0
+        path = out / f"{out.resolve().name}_{'val' if is_val else 'train'}_{index:06d}.{manifest.format}"
         # The shard comes first: what a manifest lists is always complete. After a crash in between, no manifest lists
         # the shard, and it is written again.
         sha256 = shards.write_shard(path, tokens)
@@ -271,8 +261,8 @@ def make_shards(out: Path, manifest: Manifest, files: Collection[Path]) -> Manif
     # Each split must have a sequence of GPT-2's length, or a shard of a smaller --shard-size.
     needed = min(SEQUENCE_TOKENS, manifest.shard_tokens)
     tokens = {"val": 0, "train": 0}
-    for index, shard in enumerate(manifest.shards):
-        tokens[choose_split(manifest.source, index, shard.end)] += shard.tokens
+    for file in shards.list_shards(out):
+        tokens[file.split] += file.tokens
     if min(tokens.values()) < needed:
         # Without these shards, the same folder can take a larger text.
         for shard in manifest.shards:

@@ -13,12 +13,9 @@ import math
 import urllib.request
 from pathlib import Path
 
-from system import process, settings
-from system.errors import explain_errors, require
-from system.files import atomic_write
-from system.printing import print0
+import system  # noqa: F401  # first
 
-process.set_omp_wait_policy()  # before torch is imported
+# isort: split
 import torch
 
 from checkpoints.open_model import open_model
@@ -32,7 +29,10 @@ from evaluation.multiple_choice import (
     score,
     summarize,
 )
-from system import distributed, machine
+from system import distributed, machine, process, settings
+from system.errors import explain_errors, require
+from system.files import atomic_write
+from system.printing import print0
 from training.config import HELLASWAG_DATA
 
 __all__ = ["evaluate", "load_examples", "render"]

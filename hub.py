@@ -58,8 +58,7 @@ def open_for_push(api: HfApi, repo: str, repo_type: str, public: bool) -> str:
 
     # Never publish by accident.
     is_private = api.repo_info(repo, repo_type=repo_type).private
-    fix = "to push there add --public (train.sh: PUSH_PUBLIC=1), or choose another name"
-    require(public or is_private, f"{repo} exists and is public; {fix}")
+    require(public or is_private, f"{repo} exists and is public; to push there: --public (train.sh: PUSH_PUBLIC=1)")
     return repo
 
 
@@ -73,8 +72,7 @@ def pull_files(api: HfApi, repo: str, repo_type: str, names: Collection[str], fo
 
     folder.mkdir(parents=True, exist_ok=True)
     different = ", ".join(find_differences())
-    fix = "pull into an empty folder, or move the file away"
-    require(not different, f"{folder} has a different {different} than {repo}; {fix}")
+    require(not different, f"{folder} has a different {different} than {repo}; pull into an empty folder")
 
     patterns = [glob.escape(name) for name in names]
     api.snapshot_download(repo, repo_type=repo_type, local_dir=folder, allow_patterns=patterns)
@@ -221,7 +219,6 @@ def pull_model(repo: str, out_dir: Path) -> None:
 
 # ------------------------------------------------------------------------- other layouts
 
-# The README.md of an export.
 CARD = """---
 pipeline_tag: text-generation
 tags: [gpt2]
@@ -245,7 +242,6 @@ In transformers:
     print(pipe("Hello, I'm a language model,", max_new_tokens=50)[0]["generated_text"])
 """
 
-# The table of a card.
 SCORES = re.compile(r"\| preset \| step \|.*\n.*\n.*\n")
 
 

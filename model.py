@@ -362,8 +362,8 @@ class GPT(nn.Module):
         self.config = config
         self.recompute = False  # True: keep only each block's input, and run the block again in the backward pass
 
-        # Embeddings, blocks and final norm have the names of the public checkpoints. ln_0 is the
-        # norm of the embedding of modded-nanogpt, which GPT-2 lacks.
+        # Embeddings, blocks and final norm have the names of the public checkpoints. ln_0 is modded-nanogpt's:
+        # GPT-2 has no norm of the embedding.
         build_norm = NORMS[config.norm]
         self.transformer = nn.ModuleDict()
         self.transformer.wte = Embedding(config.vocab_size, config.n_embd)

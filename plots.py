@@ -26,7 +26,7 @@ import numpy as np
 from checkpoints import run_folder
 from checkpoints.run_folder import describe_runs
 from evaluation.reference import DATASETS, TOKENS_PER_STEP, Reference, find_reference
-from system.errors import require
+from system.errors import explain_errors, require
 from system.printing import print0
 from system.process import run_cli
 from system.settings import ArgumentParser
@@ -220,11 +220,6 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False, x
     from matplotlib.figure import Figure  # pyplot's would need a display
     from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(14, 5), dpi=110, layout="constrained")
-    out = Path(out)
-    formats = figure.canvas.get_supported_filetypes()
-    require(out.suffix[1:].lower() in formats, f"the image {out} must end in .{', .'.join(formats)}")
-
     words = {"train_loss": "train", "val_loss": "val", "hellaswag_acc_norm": "HellaSwag"}
     drawn: list[Curves] = []
     lines: list[Line2D] = []
@@ -261,16 +256,17 @@ def draw(runs: Sequence[str | Path], out: str | Path, reference: bool = False, x
     panels = [[*losses, key] if key == "val_loss" else [key] for key in [*PANELS, *others]]
     panels = [keys for keys in panels if measured.intersection(keys)]
 
-    # Two panels side by side.
     references = [*dict.fromkeys(filter(None, found))]  # each once
     rows = (len(panels) + 1) // 2
-    figure.set_figheight(4.4 * rows + 0.6)
+    figure = Figure(figsize=(14, 4.4 * rows + 0.6), dpi=110, layout="constrained")
     for number, keys in enumerate(panels, 1):
         draw_panel(figure.add_subplot(rows, 2, number), keys, drawn, references, x)
 
     figure.legend(handles=lines, loc="outside upper center", frameon=False)
+    out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    with explain_errors(f"cannot write the image {out}", "choose another --out", ValueError):
+        figure.savefig(out, format=out.suffix[1:])
     return out
 
 

@@ -33,9 +33,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from system import process
+import system  # noqa: F401  # first
 
-process.set_omp_wait_policy()  # before torch is imported
+# isort: split
 import torch
 
 from evaluation.evaluations import Validation, measure
@@ -47,7 +47,7 @@ from lifecycle.metrics import MetricsLogger
 from lifecycle.open_run import Run, open_run
 from lifecycle.save import Saver
 from lifecycle.stop import StopRequest, spare_programs
-from system import distributed
+from system import distributed, process
 from system.distributed import Runtime, Stopped
 from system.errors import TransientError
 from system.facts import START, Fact
@@ -72,7 +72,7 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
 
     # This rank's batches: (micro_steps, B, T + 1) tokens for each step from here on. [speed] A thread reads ahead.
     counts = (at(step, cfg, run.max_steps).sequences for step in itertools.count(run.first_step))
-    batches = run.data.batches(run.sequences, counts, trainer.B, rt, cfg.overfit_single_batch)
+    batches = run.data.batches(state.sequences, counts, trainer.B, rt, cfg.overfit_single_batch)
 
     stops = 0  # [stop] how many ranks were asked to stop
     with saver:  # [resume] joins the thread that writes, also if the run crashes
@@ -90,12 +90,10 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
             # Step 0 evaluates the initial weights. The last iteration ends before it trains.
             due = [evaluation for evaluation in run.evaluations if evaluation.is_due(now)]
             try:
-                numbers, texts = measure(due, trainer, f"step {now.number:5d}/{run.max_steps}")
+                row |= measure(due, trainer, f"step {now.number:5d}/{run.max_steps}")
             except Stopped:  # [stop] the next start evaluates this step again
                 stops = 1
                 break
-            row |= numbers
-            metrics.log_texts(now, texts)
             if verdict.is_lost(now, row):
                 stop.request("--stop-off-track")
             if now.is_last:
@@ -115,7 +113,6 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
             shares = torch.tensor([loss / rt.world_size, stop.is_requested(), not math.isfinite(norm)])
             loss, stops, bad_norms = rt.all_reduce(shares).tolist()
 
-            # The update.
             if math.isfinite(loss) and not bad_norms:
                 saver.writer.check()  # [resume] a save that failed for good ends the run
                 trainer.update()
@@ -156,8 +153,8 @@ def train(run: Run, trainer: Trainer, stop: StopRequest) -> str:
     validations = [evaluation for evaluation in run.evaluations if isinstance(evaluation, Validation)]
     if validations and not now.is_last:
         with suppress(Stopped):
-            numbers, _ = measure(validations, trainer, f"step {now.number:5d}/{run.max_steps}")
-            metrics.write({"step": now.number} | numbers)
+            row = measure(validations, trainer, f"step {now.number:5d}/{run.max_steps}")
+            metrics.write({"step": now.number} | row)
 
     reason = stop.reason or "another rank"
     print0(f"stopped by {reason} at step {state.step} of {run.max_steps}, saved in {cfg.run_dir}")

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from model import GPT, GPTConfig
 from system.errors import require
+from system.machine import choose_device
 from system.printing import env_number, print0
 from system.process import run_cli
 from system.settings import ArgumentParser, add_flags, change, check_settings, setting
@@ -180,13 +181,9 @@ def train(cfg: Config) -> None:
 
     # Autocast computes matrix products in bfloat16, which has half the bits of float32 and the same range. Weights,
     # gradients and the loss stay in float32.
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", env_number("LOCAL_RANK", 0))
-        torch.cuda.set_device(device)
+    device = choose_device("auto")  # a GPU of this machine, if there is one
+    if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, for the matrix products that stay in float32
-    elif torch.backends.mps.is_available() and torch.__version__ >= "2.14" and world_size == 1:
-        device = torch.device("mps")  # a Mac's GPU; before torch 2.14, some Macs compute a wrong gradient of the head
     is_bfloat16 = cfg.dtype == "bfloat16" and device.type != "mps"
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16)
 
@@ -212,9 +209,6 @@ def train(cfg: Config) -> None:
         (out_dir / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
     parameters = f"{raw_model.num_params():,} parameters on {device}"
     print0(f"{parameters}; a step: {micro_steps} micro-batches of {B} x {T} tokens on each of {world_size} ranks")
-    if cfg.model.embedding_norm and not cfg.model.tied_head:
-        print0("note: modded-nanogpt trains the embedding of such a network at 150 times the rate of the head, and")
-        print0("matrices by Muon. This trainer has one rate for all; train_gpt2.py record8-124m has the original's.")
 
     batches = read_batches(train_data, cfg, rank, world_size, device)
     for step in range(cfg.max_steps + 1):
@@ -238,9 +232,8 @@ def train(cfg: Config) -> None:
         # sum of the losses. The update needs the gradients of the mean over the whole batch. Each loss is the mean over
         # its micro-batch, and all micro-batches have the same size, so divide each loss by the number of micro-batches.
         start = time.perf_counter()
-        torch.manual_seed(
-            cfg.seed + step * world_size + rank
-        )  # if you add dropout, it draws the numbers of train_gpt2.py
+        # If you add dropout, it draws the same random numbers as in train_gpt2.py.
+        torch.manual_seed(cfg.seed + step * world_size + rank)
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(micro_steps):
             # DDP averages the summed gradients in the last backward pass. Averaging in every pass would give the same

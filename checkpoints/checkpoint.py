@@ -104,8 +104,7 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
     require(optim.is_file(), f"{path} has no {optim.name} next to it to resume from; {fix}")
     state = read_file(optim)
     require("model" not in state, f"{optim} is not the train state of a run; {fix}")
-    problem = f"{optim} has the format {state['format']} of another version, not {OPTIM_FORMAT}"
-    require(state["format"] == OPTIM_FORMAT, f"{problem}; resume it with that one; {fix}")
+    require(state["format"] == OPTIM_FORMAT, f"{optim} has the format {state['format']} of another version; {fix}")
     return state | {"model_file": optim.with_name(optim.name.replace("optim_", "model_"))}
 
 
@@ -215,8 +214,7 @@ class CheckpointWriter:
                 raise TransientError(f"the weights are not finite ({bad_names[0]}); lower --max-lr")
 
             # Somebody may have moved the folder away. The model last: once it is there, the step is complete.
-            problem = f"cannot write the checkpoint of step {step}"
-            with explain_errors(problem, "earlier ones stay as they are", RuntimeError):
+            with explain_errors(f"cannot write the checkpoint of step {step}", "the earlier ones stay", RuntimeError):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 for part in self.run_dir.glob(".*.pt.part"):
                     part.unlink()  # left by a write that was killed

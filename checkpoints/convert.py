@@ -100,8 +100,7 @@ def load_hf(name_or_dir: str | Path) -> GPT:
         config, has_gpt2_layout = read_config(folder)
         check_tokenizer(folder)
 
-        fix = "load it with transformers, and save_pretrained"
-        require((folder / WEIGHTS).is_file(), f"it has no {WEIGHTS}; {fix}")
+        require((folder / WEIGHTS).is_file(), f"it has no {WEIGHTS}; load it with transformers, and save_pretrained")
         weights = clean_weights(load_file(folder / WEIGHTS))
         if has_gpt2_layout:
             weights = transpose_conv1d(weights)
@@ -354,7 +353,6 @@ def build_old(saved: Any) -> tuple[GPT, int]:
     require(names <= weights.keys(), f"it lacks {names - weights.keys()}")
     block_size, n_embd = weights["transformer.wpe.weight"].shape
 
-    # The network that the tensors fit.
     config = GPTConfig(
         block_size=block_size,
         vocab_size=weights["transformer.wte.weight"].shape[0],

@@ -1,4 +1,4 @@
-"""Open a model by a path or a name: for infer.py, hellaswag.py, training and the benches.
+"""Open a model by a path or a name.
 
 model = open_model("log/gpt2-124m/model_19073.pt")   # a checkpoint file
 model = open_model("log/gpt2-124m")                  # a run folder: its newest complete step

@@ -2,12 +2,10 @@
 
     evaluations = open_list(cfg)
     due = [evaluation for evaluation in evaluations if evaluation.is_due(now)]
-    row, texts = measure(due, trainer, "step   250/19073")      # {"val_loss": 3.29, ...}, {"samples": "..."}
+    row = measure(due, trainer, "step   250/19073")     # {"val_loss": 3.29, "samples": "...", ...}
 
-The training loop, --eval-only, the cost before a run (--card, --dry-run), the comparison between ranks and the one with
-the checkpoint on resume all go through this list. To add an evaluation, write a class such as Validation and add it to
-make_list. Each number that it returns goes to metrics.jsonl, the tracker and plots.py, which draws val_loss_* beside
-the loss.
+To add an evaluation, write a class such as Validation and add it to make_list. Each number that it returns goes to
+metrics.jsonl, the tracker and plots.py, which draws val_loss_* beside the loss.
 
 No evaluation changes the weights, the gradients, the order of the data or the random numbers of training.
 """
@@ -103,14 +101,13 @@ def list_facts(evaluations: list[Evaluation]) -> Facts:
     return facts
 
 
-def measure(evaluations: Sequence[Evaluation], trainer: Trainer, label: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Measure these, and print each result after the label. Returns {name in metrics.jsonl: number}, and the texts of
-    evaluations that have no numbers, {name of the evaluation: text}. Raises ValueError if two evaluations return the
-    same name, and Stopped if a signal comes meanwhile. Every rank must call this."""
-    row: dict[str, float] = {}
-    texts: dict[str, str] = {}
+def measure(evaluations: Sequence[Evaluation], trainer: Trainer, label: str) -> dict[str, float | str]:
+    """Measure these, and print each result after the label. Returns {name in metrics.jsonl: number}; an evaluation that
+    has only a text returns it under its own name. Raises ValueError if two evaluations return the same name, and
+    Stopped if a signal comes meanwhile. Every rank must call this."""
+    row: dict[str, float | str] = {}
     if not evaluations:
-        return row, texts
+        return row
     with trainer.evaluating():
         for evaluation in evaluations:
             numbers, text = evaluation.measure(trainer)
@@ -120,9 +117,9 @@ def measure(evaluations: Sequence[Evaluation], trainer: Trainer, label: str) -> 
             row |= numbers
             if text:
                 print0(f"{label} | {text}")
-            if text and not numbers:  # the tracker draws the numbers
-                texts[evaluation.name] = text
-    return row, texts
+            if not numbers:
+                row[evaluation.name] = text
+    return row
 
 
 # ------------------------------------------------------------------------- validation loss
@@ -190,7 +187,6 @@ def validate(loss: Loss, data: Loader, val_tokens: int, rt: Runtime, B: int) -> 
         x, y = to_device(torch.from_numpy(padded), rt.device)  # (B, T) each
         y[len(own) :] = -100  # ignored by the loss, as in F.cross_entropy
 
-        # The mean over the rows that count.
         with rt.autocast():
             _, mean_loss = loss(x, y)
         losses.append((mean_loss, len(own)))
@@ -211,8 +207,8 @@ def validate(loss: Loss, data: Loader, val_tokens: int, rt: Runtime, B: int) -> 
 def text_lengths() -> np.ndarray:
     """How many bytes of text each id of GPT-2's vocabulary stands for. <|endoftext|> has none."""
     lengths = np.zeros(2**16, np.int64)
-    for i in range(tokenizer.EOT):
-        lengths[i] = len(tokenizer.encoding().decode_single_token_bytes(i))
+    for token, i in tokenizer.load_ranks().items():
+        lengths[i] = len(token)
     return lengths
 
 

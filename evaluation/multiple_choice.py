@@ -3,11 +3,9 @@
     examples = load_examples("data/hellaswag/hellaswag_val.jsonl")
     print(evaluate(model, examples, "cuda"))    # {"acc": 0.2859, "acc_norm": 0.2955, "stderr": 0.0046, "n": 10042}
 
-hellaswag.py is the command line, and evaluation/evaluations.py scores a run between steps. Chance is 0.25, and OpenAI's
-GPT-2 124M reaches an acc_norm of 0.2955.
-
-The scores are in completion style, as build-nanogpt and llm.c report them: acc takes the ending with the lowest summed
-loss, acc_norm the ending with the lowest loss per token.
+Chance is 0.25, and OpenAI's GPT-2 124M reaches an acc_norm of 0.2955. The scores are in completion style, as
+build-nanogpt and llm.c report them: acc takes the ending with the lowest summed loss, acc_norm the ending with the
+lowest loss per token.
 """
 
 import json

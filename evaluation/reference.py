@@ -1,9 +1,8 @@
 """Figures from public runs of the presets' recipes: what a healthy run looks like, step by step.
 
     reference = find_reference("gpt2-124m", max_steps=19_073, tokens_per_step=524_288)
-    reference.judge(500, 5.31)      # True, "step 500: val 5.310, reference 5.181 to 5.413: on track"
+    reference.expected_range(500)   # 5.181 to 5.413 nats per token
 
-evaluation/verdict.py prints that line after each validation; plots.py --reference draws the range behind the curves.
 Nothing here needs torch.
 """
 
@@ -60,24 +59,6 @@ class Reference:
         high = np.interp(step, self.step, self.high)
         margin = max(low - later, MIN_MARGIN if step else MIN_MARGIN_STEP_0)
         return float(low - margin), float(high + margin)
-
-    def judge(self, step: int, val_loss: float) -> tuple[bool, str] | None:
-        """Whether a run with `val_loss` (nats per token) at `step` is on track, and a sentence; None where
-        expected_range is None. A loss that is too low is off track as well: no honest run is that good, so something
-        must leak."""
-        expected = self.expected_range(step)
-        if expected is None:
-            return None
-        low, high = expected
-        is_on_track = low <= val_loss <= high  # NaN is not
-        if is_on_track:
-            verdict = "on track"
-        elif val_loss < low:
-            verdict = f"off track, {low - val_loss:.3f} too low: "
-            verdict += "does attention see the future, or val overlap the train data?"
-        else:
-            verdict = f"off track, {val_loss - high:.3f} too high: check --max-lr, --warmup-steps and the data"
-        return is_on_track, f"step {step}: val {val_loss:.3f}, reference {low:.3f} to {high:.3f}: {verdict}"
 
 
 @cache

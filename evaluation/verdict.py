@@ -27,19 +27,29 @@ class Verdict:
         self.cfg = cfg
         self.reference = choose_reference(cfg, max_steps) if cfg.val_every else None
         self.off_track = 0  # how many val losses in a row were off track
-        can_stop = self.reference or not cfg.stop_off_track
-        require(can_stop, "--stop-off-track: there are no public runs to compare this one with; leave it out")
+        require(
+            self.reference or not cfg.stop_off_track, "--stop-off-track: no public runs are like this; leave it out"
+        )
 
     def is_lost(self, now: Step, row: dict[str, float]) -> bool:
-        """Print the verdict on the val loss of this step, if there is one. Returns whether --stop-off-track should end
-        the run."""
+        """Print whether the val loss of this step, if there is one, is on track. A loss that is too low is off track as
+        well: no honest run is that good, so something must leak. Returns whether --stop-off-track should end the run.
+        """
         if self.reference is None or "val_loss" not in row:
             return False
-        judged = self.reference.judge(now.number, row["val_loss"])
-        if judged is None:  # the public runs have no loss for this step
+        expected, loss = self.reference.expected_range(now.number), row["val_loss"]
+        if expected is None:  # the public runs have no loss for this step
             return False
-        is_on_track, sentence = judged
-        print0(sentence)
+        low, high = expected
+        is_on_track = low <= loss <= high  # NaN is not
+        if is_on_track:
+            verdict = "on track"
+        elif loss < low:
+            verdict = f"off track, {low - loss:.3f} too low: "
+            verdict += "does attention see the future, or val overlap the train data?"
+        else:
+            verdict = f"off track, {loss - high:.3f} too high: check --max-lr, --warmup-steps and the data"
+        print0(f"step {now.number}: val {loss:.3f}, reference {low:.3f} to {high:.3f}: {verdict}")
         self.off_track = 0 if is_on_track else self.off_track + 1
         return self.cfg.stop_off_track and self.off_track >= MAX_OFF_TRACK
 

@@ -7,8 +7,6 @@ metrics.jsonl holds one object a line, `step` always, and no step twice. For the
 
     metrics.jsonl   {"step": 250, "val_loss": 5.9, "train_loss": 5.8, "lr": 2.1e-4, "grad_norm": 0.7, "step_ms": ...}
     the console     step   250/19073 | loss: 5.800000 | lr 2.1000e-04 | norm: 0.7000 | dt: ... | eta: 12h30m
-
-checkpoints/run_folder.py reads the file.
 """
 
 import json
@@ -70,9 +68,8 @@ class MetricsLogger:
         tokens_per_second = now.sequences * T / seconds
         flops_per_second = tokens_per_second * run.model.flops_per_token(T)
         mfu = flops_per_second / self.peak_flops if self.peak_flops else None
-        row = row | {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
-        row |= {"tokens_per_second": tokens_per_second, "mfu": mfu}
-        self.write(row)
+        times = {"step_ms": seconds * 1e3, "wait_ms": waited_s * 1e3}
+        self.write(row | times | {"tokens_per_second": tokens_per_second, "mfu": mfu})
 
         clock = time.monotonic()
         line = f"step {now.number:5d}/{run.max_steps} | loss: {row['train_loss']:.6f} | lr {row['lr']:.4e}"
@@ -95,13 +92,14 @@ class MetricsLogger:
         print0(line)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one line: `step` and whatever was measured there."""
+        """Append one line: `step` and whatever was measured there. Texts, such as samples, go to the tracker alone."""
         if not self.run.rt.is_main:
             return
         if row["step"] == self.run.first_step:
             row = self.measured_at_start | row
         # JSON has no NaN and no infinity, which a skipped step of float16 may have: write null.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        numbers = {k: v for k, v in row.items() if not isinstance(v, str)}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
         self.unwritten += json.dumps(finite).encode() + b"\n"
         with warn_on_error():
             if self.file is None:
@@ -114,12 +112,6 @@ class MetricsLogger:
         with warn_on_error():
             values = {k: v for k, v in row.items() if k != "step" and v is not None}
             self.log_to_tracker(row["step"], values)
-
-    def log_texts(self, now: Step, texts: dict[str, str]) -> None:
-        """Send samples and other texts {evaluation: text} to the tracker. The console has them already."""
-        if self.run.rt.is_main and texts:
-            with warn_on_error():
-                self.log_to_tracker(now.number, dict(texts))
 
     def flush(self) -> None:
         """Bring all lines to storage. Called on rank 0 before a checkpoint is written: a run that resumes from the

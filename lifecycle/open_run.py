@@ -45,7 +45,6 @@ class Run:
     evaluations: list[Evaluation]
     facts: Facts  # what identifies the run, besides its settings; saved in each checkpoint
     first_step: int  # the step that this start begins at: 0, or the checkpoint's
-    sequences: int  # how many sequences of the data were read before first_step
     max_steps: int
 
     def is_complete(self) -> bool:
@@ -70,8 +69,10 @@ def open_run(asked: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | Non
     # The network and its weights. A run that began with --init-from keeps its network. Otherwise the flags say which
     # network is asked for, and check_changes refuses another one than the checkpoint's.
     if saved:
-        model = open_saved_weights(saved)
-        old = saved["config"]
+        print0(f"resumed from {saved['model_file']}")
+        model, old = open_model(saved["model_file"]), saved["config"]
+        problem = f"{saved['model_file']} and its optim file have different networks"
+        require(model.config == old.model, f"{problem}; take both files of a step from one run")
         network = asked.model if old.init_from == "scratch" else old.model
         cfg = replace(asked, init_from=old.init_from, model=network)
     else:
@@ -97,7 +98,7 @@ def open_run(asked: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | Non
         **list_facts(evaluations),
         **machine.version_facts(),
     }
-    first_step, sequences = (saved["step"], saved["sequences"]) if saved else (0, 0)
+    first_step = saved["step"] if saved else 0
     check_ranks_agree(settings_facts(cfg) | facts, first_step, cfg, rt)
     if saved:
         check_changes(old_facts, facts, saved, cfg, max_steps)
@@ -108,7 +109,7 @@ def open_run(asked: TrainConfig, rt: Runtime) -> tuple[Run, dict[str, Any] | Non
         kept = metrics.with_name(f"metrics_old_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
         os.rename(metrics, kept)
         print0(f"{cfg.run_dir} has metrics but no checkpoint: the run starts again; the metrics so far are in {kept}")
-    return Run(cfg, rt, model, data, evaluations, facts, first_step, sequences, max_steps), saved
+    return Run(cfg, rt, model, data, evaluations, facts, first_step, max_steps), saved
 
 
 # ------------------------------------------------------------------------- what a run starts from
@@ -130,18 +131,15 @@ def find_checkpoint(cfg: TrainConfig) -> dict[str, Any] | None:
     # A new run overwrites no run, and neither does a run that resumes from an earlier step or from another folder.
     if newest is not None:
         is_newest = saved and saved["model_file"].samefile(run_folder.model_path(run_dir, newest))
-        problem = f"{run_dir} already holds a run at step {newest}, which is never overwritten"
-        fix = "continue it with --resume auto, or start another run with another --out-dir"
-        require(is_newest, f"{problem}; {fix}")
+        require(is_newest, f"{run_dir} holds a run at step {newest}; use --resume auto, or another --out-dir")
 
     # Weights pulled from the Hub may have no optimizer state, so a run cannot resume from them, and must not overwrite
-    # them. If there is an older complete step, the run resumes from that step,
-    # and trains these weights again.
+    # them. If there is an older complete step, the run resumes from that step, and trains these weights again.
     weights = next(run_dir.glob("model_[0-9]*.pt"), None)
     if weights and newest is None:
         problem = f"{weights} ({weights.stat().st_size:,} bytes) is damaged, or has no complete optim_*.pt next to it"
-        fix = "move it away, then --resume auto; or start from these weights with"
-        raise UserError(f"{problem}; {fix} --init-from {shlex.quote(str(weights))} and another --out-dir")
+        fix = f"move it away, or start from it: --init-from {shlex.quote(str(weights))} and another --out-dir"
+        raise UserError(f"{problem}; {fix}")
     return saved and saved | {"config": TrainConfig.from_dict(saved["config"], saved["defaults"])}
 
 
@@ -149,18 +147,7 @@ def check_cpu_is_meant(cfg: TrainConfig, rt: Runtime) -> None:
     """Raise UserError for a new run of a large network on a CPU, unless --device or --init-from is given."""
     is_meant = rt.device.type != "cpu" or cfg.device != "auto" or cfg.init_from != "scratch"
     problem = f"there is no GPU here, and on a CPU a network of width {cfg.model.n_embd} trains for months"
-    fix = "use the preset quickstart, or --device cpu to do it all the same"
-    require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; {fix}")
-
-
-def open_saved_weights(saved: dict[str, Any]) -> GPT:
-    """The weights of a checkpoint. Raises UserError if its two files belong to different networks."""
-    print0(f"resumed from {saved['model_file']}")
-    model = open_model(saved["model_file"])
-    fix = "take both files of a step from one run"
-    is_same = model.config == saved["config"].model
-    require(is_same, f"{saved['model_file']} and its optim file have different networks; {fix}")
-    return model
+    require(is_meant or cfg.model.n_embd < MIN_WIDTH, f"{problem}; use the preset quickstart, or --device cpu")
 
 
 def open_first_weights(cfg: TrainConfig) -> GPT:

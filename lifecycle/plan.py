@@ -1,13 +1,11 @@
 """The plan of a run: what it will do, take and cost, printed before it starts; and its result, at the end.
 
-    print_plan(cfg, rt, model, data, now, max_steps)
-    check_disk(cfg, trainer, max_steps)
-    print_result(cfg, first_step, step, seconds)
-    dry_run(cfg, rt)                                # --dry-run: measures a step on this machine
-    evaluate_weights(cfg, rt)                       # --eval-only
-    print0(predict(cfg, "8xH100"))                  # --card 8xH100: needs no GPU and no data, and takes a second
-
-tests/test_plan.py compares the predictions with published runs.
+print_plan(cfg, rt, model, data, now, max_steps)
+check_disk(cfg, trainer, max_steps)
+print_result(cfg, first_step, step, seconds)
+dry_run(cfg, rt)                                # --dry-run: measures a step on this machine
+evaluate_weights(cfg, rt)                       # --eval-only
+print0(predict(cfg, "8xH100"))                  # --card 8xH100: needs no GPU and no data, and takes a second
 """
 
 import json
@@ -29,7 +27,7 @@ from lifecycle.microbatch import divisors_of_share
 from lifecycle.open_run import find_checkpoint, open_data, open_first_weights
 from model import GPT
 from system import distributed, machine
-from system.cards import MIN_WIDTH, find_cards, read_cards, total_peak_flops
+from system.cards import MIN_WIDTH, Card, find_cards, total_peak_flops
 from system.distributed import Runtime, check_ranks
 from system.errors import require
 from system.files import atomic_write
@@ -81,8 +79,7 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, n
         print0(f"warning: {problem}; use more shards, or --epochs 1")
     manifest = read_manifest(cfg.data_dir)
     if manifest and not manifest.complete:
-        fix = "run the same fineweb.py command again, because a run cannot resume when its data have changed"
-        print0(f"warning: {cfg.data_dir} is unfinished: {fix}")
+        print0(f"warning: {cfg.data_dir} is unfinished: run fineweb.py again first; no run resumes on other data")
 
 
 def describe_devices(names: list[str]) -> str:
@@ -100,16 +97,12 @@ def check_disk(cfg: TrainConfig, trainer: Trainer, max_steps: int) -> None:
         saves = min(saves, max(1, cfg.keep + 2 - len(complete_steps(cfg.run_dir))))
 
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    size = checkpoint_bytes(trainer)
+    # The first step creates the optimizers' state.
+    size = trainer.state.num_bytes() + optim.state_bytes(trainer.model, cfg)
     free = shutil.disk_usage(cfg.run_dir).free
     problem = f"{saves} checkpoints of {size / 1e9:.2f} GB do not fit on the disk of {cfg.run_dir}"
     fix = "use --keep 1, a larger --save-every or another --out-dir"
     require(saves * size <= free, f"{problem}, {free / 1e9:.1f} GB free; {fix}")
-
-
-def checkpoint_bytes(trainer: Trainer) -> int:
-    """The size of a checkpoint after the first step, which creates the optimizers' state."""
-    return trainer.state.num_bytes() + optim.state_bytes(trainer.model, trainer.cfg)
 
 
 def write_config(cfg: TrainConfig, rt: Runtime, max_steps: int) -> None:
@@ -155,12 +148,11 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     batch = torch.randint(min(cfg.model.vocab_size, 2**16), (2, B, T + 1)).to(torch.uint16)
     seconds = {1: math.inf, 2: math.inf}
     for count in (1, 2, 1, 2, 1, 2):
-        rt.synchronize()  # work on a GPU is queued
         start_time = time.perf_counter()
         trainer.compute_gradients(batch[:count])
         trainer.update()
         trainer.finish_step()
-        rt.synchronize()
+        rt.synchronize()  # work on a GPU is queued
         seconds[count] = min(seconds[count], time.perf_counter() - start_time)
 
     micro_steps = now.sequences // rt.world_size // B
@@ -168,8 +160,7 @@ def dry_run(cfg: TrainConfig, rt: Runtime) -> None:
     step_s = seconds[1] + (micro_steps - 1) * micro_s
     peak_gb = machine.peak_memory(rt.device) / 2**30
     print0(f"dry run: peak memory per rank {peak_gb:.1f} GiB; {micro_steps} micro-steps of {micro_s * 1e3:,.0f} ms")
-    size, peak_flops = checkpoint_bytes(trainer), total_peak_flops(rt)
-    print0(describe_speed(cfg, model, size, step_s, now, max_steps, rt.world_size, peak_flops))
+    print0(describe_speed(cfg, model, step_s, now, max_steps, rt.world_size, total_peak_flops(rt)))
 
 
 def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
@@ -179,8 +170,7 @@ def evaluate_weights(cfg: TrainConfig, rt: Runtime) -> None:
     For OpenAI's 124M (--init-from gpt2) expect a val loss of about 3.29 on FineWeb-Edu, and 0.2955 in HellaSwag
     (acc_norm). Raises UserError without weights or data."""
     weights = {"none": cfg.init_from, "auto": str(cfg.run_dir)}.get(cfg.resume, cfg.resume)
-    fix = "add --resume log/RUN, for its own data, or --init-from gpt2 or another model"
-    require(weights != "scratch", f"--eval-only needs trained weights: {fix}")
+    require(weights != "scratch", "--eval-only needs trained weights: add --resume log/RUN, or --init-from gpt2")
     # A resumed run would measure the weights at the step of the checkpoint. Other weights are taken to be final ones.
     step = max_steps = 1
     if cfg.resume != "none":
@@ -216,39 +206,36 @@ def predict(cfg: TrainConfig, card: str) -> str:
     require(cfg.model.n_embd >= MIN_WIDTH, f"--card does not predict networks as small as {cfg.preset}'s; {fix}")
     require(cfg.dtype != "float32", f"--card does not predict --dtype float32; {fix}")
 
-    max_steps = cfg.max_steps
-    if not max_steps and Path(cfg.data_dir).is_dir():
-        max_steps = count_steps(cfg, open_data(cfg).order.sequences_per_epoch)
-    require(max_steps, f"how many steps {cfg.preset} takes depends on the data in {cfg.data_dir}; say --max-steps")
+    # Without --max-steps, the length of the run depends on the data.
+    max_steps = cfg.max_steps or count_steps(cfg, open_data(cfg).order.sequences_per_epoch)
     divisors_of_share(cfg, len(cards), max_steps)  # what a run on these cards would refuse
 
     optimizer_bytes = optim.state_bytes(model, cfg, len(cards) if cfg.zero_stage else 1)
     needed_gb = (WEIGHT_AND_GRADIENT_BYTES * model.num_params() + optimizer_bytes) / 1e9
-    kinds = [read_cards()[name] for name in cards]
-    gb = min(card.gb for card in kinds)
+    gb = min(card.gb for card in cards)
     verdict = "fit, beside activations" if needed_gb < gb else "do not fit: use a larger card"
-    peak_flops = 1e12 * sum(card.tflops for card in kinds)
-    saved_bytes = 4 * model.num_params() + optim.state_bytes(model, cfg)
+    peak_flops = 1e12 * sum(card.tflops for card in cards)
     now = at(0, cfg, max_steps)
     step_s = predict_step_s(cfg, cards, now)
-    speed = describe_speed(cfg, model, saved_bytes, step_s, now, max_steps, len(cards), peak_flops)
+    speed = describe_speed(cfg, model, step_s, now, max_steps, len(cards), peak_flops)
     evidence = "of 12 published runs, 9 are within 15%, all within 25% (docs/running.md)"
     if cfg.total_batch_size < MIN_TOKENS * len(cards):
         evidence = f"steps may take much longer: no published run has fewer than {MIN_TOKENS:,} tokens a step on a GPU"
+    devices = describe_devices([card.name for card in cards])
     return (
-        f"{cfg.preset}: {model.num_params():,} parameters on {describe_devices(cards)}; predicted, nothing was run\n"
+        f"{cfg.preset}: {model.num_params():,} parameters on {devices}; predicted, nothing was run\n"
         f"weights, gradients and optimizer state: {needed_gb:.1f} of {gb} GB per card; they {verdict}\n"
         f"{speed}\n"
         f"{evidence}; to measure, use --dry-run on that machine"
     )
 
 
-def predict_step_s(cfg: TrainConfig, cards: list[str], now: Step) -> float:
-    """Seconds of a step on these GPUs, by their names in cards.csv. The GPUs share the step evenly, and wait for the
-    slowest one. The backward pass is assumed to hide what they send each other."""
+def predict_step_s(cfg: TrainConfig, cards: list[Card], now: Step) -> float:
+    """Seconds of a step on these GPUs. They share the step evenly, and wait for the slowest one. The backward pass is
+    assumed to hide what they send each other."""
     tokens = now.sequences * cfg.sequence_length
     flops = tokens * GPT.without_memory(cfg.model).flops_per_token(cfg.sequence_length)
-    slowest = min(card.tflops * card.mfu for name, card in read_cards().items() if name in cards)
+    slowest = min(card.tflops * card.mfu for card in cards)
     seconds = flops / (len(cards) * 1e12 * slowest)
     if cfg.recompute:
         seconds *= 4 / 3  # one more forward pass, of the three that a step takes
@@ -269,7 +256,6 @@ def predict_pauses_s(cfg: TrainConfig, state_bytes: int, step: int, max_steps: i
 def describe_speed(
     cfg: TrainConfig,
     model: GPT,
-    state_bytes: int,
     step_s: float,
     now: Step,
     max_steps: int,
@@ -284,6 +270,7 @@ def describe_speed(
     if peak_flops:
         mfu = f"{tokens_per_second * model.flops_per_token(cfg.sequence_length) / peak_flops:.1%}"
     steps_s = (at(max_steps, cfg, max_steps).sequences_before - now.sequences_before) / sequences_per_second
+    state_bytes = 4 * model.num_params() + optim.state_bytes(model, cfg)  # the weights are in float32
     pauses_s = predict_pauses_s(cfg, state_bytes, now.number, max_steps, tokens_per_second)
 
     def describe(seconds: float) -> str:

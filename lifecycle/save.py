@@ -1,11 +1,9 @@
 """Saving a run: what goes into a checkpoint, on which ranks, and when the last one is on the disk.
 
-    with Saver(run, trainer, metrics) as saver:
-        saver.save()                # returns once everything is copied to host memory; a thread writes it
-        saver.writer.check()        # raises the error of that write, if the next write would fail, too
-        saver.finish()              # waits for the disk, and raises the error of a write that failed
-
-checkpoints/checkpoint.py writes the files, and lifecycle/open_run.py reads them to resume.
+with Saver(run, trainer, metrics) as saver:
+    saver.save()                # returns once everything is copied to host memory; a thread writes it
+    saver.writer.check()        # raises the error of that write, if the next write would fail, too
+    saver.finish()              # waits for the disk, and raises the error of a write that failed
 """
 
 from checkpoints import checkpoint

@@ -35,10 +35,9 @@ class StopRequest:
         """Seconds since the start."""
         return time.time() - self.start_time
 
-    def request(self, reason: str, is_urgent: bool = False) -> None:
+    def request(self, reason: str) -> None:
         """Ask for a stop, of all ranks if one does."""
         self.reason = self.reason or reason
-        self.is_urgent = self.is_urgent or is_urgent
 
     def is_requested(self) -> bool:
         """Whether this rank was asked to stop."""
@@ -61,7 +60,8 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note_signal(self, number: int, _: Any) -> None:
-        self.request("Ctrl-C" if number == signal.SIGINT else f"signal {signal.Signals(number).name}", is_urgent=True)
+        self.is_urgent = True
+        self.request("Ctrl-C" if number == signal.SIGINT else f"signal {signal.Signals(number).name}")
         # Not by print, in whose middle the signal may have come: its buffer must be left alone.
         if env_rank() == 0:
             with suppress(OSError):

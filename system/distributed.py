@@ -3,9 +3,8 @@
     with distributed.session("auto") as rt:     # under torchrun: joins the process group
         total = rt.all_reduce(torch.ones(1, device=rt.device))
 
-train_gpt2.py and hellaswag.py open a session, and pass `rt` to whatever needs the device or the ranks. World size 1
-takes the same path as 8: its collectives do nothing. Collectives are never rank-conditional: where a docstring says
-that every rank must call something, a rank that did not would leave the others waiting.
+World size 1 takes the same path as 8: its collectives do nothing. Collectives are never rank-conditional: where a
+docstring says that every rank must call something, a rank that did not would leave the others waiting.
 
 There are two process groups:
 
@@ -131,11 +130,11 @@ def session(device: str = "auto", facts: Facts | None = None) -> Iterator[Runtim
     # srun and mpirun start N tasks, each of which would train alone, while N are paid for.
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         tasks = os.environ.get(name, "1")
-        problem = f"{name} is {tasks}, but these tasks are no ranks of one run; start each machine's by torchrun"
-        require(tasks == "1" or "RANK" in os.environ, f"{problem}, as cloud/slurm.sbatch does")
+        fix = "start each machine's ranks by torchrun, as cloud/slurm.sbatch does"
+        require(tasks == "1" or "RANK" in os.environ, f"{name} is {tasks}, but tasks are no ranks of one run; {fix}")
 
     machine.use_expandable_segments()  # before CUDA starts
-    rt = Runtime(machine.choose_device(device, env_number("LOCAL_RANK", 0)), torch.float32)
+    rt = Runtime(machine.choose_device(device), torch.float32)
     is_cuda = rt.device.type == "cuda"
     if is_cuda:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
@@ -178,8 +177,7 @@ def choose_precision(rt: Runtime, dtype_flag: str = "auto", saved_dtype: str | N
     chosen = usable[0]
     if dtype_flag != "auto":
         is_usable = dtype_flag in usable or rt.device.type == "cpu"
-        fix = f"use --dtype {chosen}, or leave it out"
-        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; {fix}")
+        require(is_usable, f"--dtype {dtype_flag}: not every GPU of this run has it; use --dtype {chosen}")
         chosen = dtype_flag
     elif saved_dtype in usable:
         chosen = saved_dtype

@@ -6,8 +6,7 @@
         ...
     rows = read_table(path)     # [{"card": "H100", "tflops": "989", ...}, ...]
 
-Called wherever the project writes a file that must not be lost: checkpoints, shards, manifests. Nothing here tries
-again: the same command, run again, is the way back from a disk that has failed.
+Nothing here tries again: the same command, run again, is the way back from a disk that has failed.
 """
 
 import csv

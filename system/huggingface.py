@@ -38,15 +38,12 @@ def open_hub() -> Iterator[HfApi]:
 
     try:
         yield HfApi()
-    except errors.LocalTokenNotFoundError:
-        raise UserError(
-            "this machine has no token of the Hub, which a push needs: hf auth login, or HF_TOKEN"
-        ) from None
     except (
         httpx2.HTTPError,  # the network, and every answer of the Hub that is an error
         errors.EntryNotFoundError,
         errors.RevisionResolutionError,
         errors.HFValidationError,
+        errors.LocalTokenNotFoundError,
         errors.OfflineModeIsEnabled,
     ) as error:
         # A download that fails for whatever reason says that the network may be down: its cause is the Hub's answer.

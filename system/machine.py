@@ -1,9 +1,7 @@
 """The machine a script runs on: its device, its precision, its memory, the versions of its software.
 
-    device = choose_device("auto", local_rank=0)      # cuda:0, mps or cpu
-    print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
-
-Importing this imports torch, so process.set_omp_wait_policy must have run before.
+device = choose_device("auto")      # cuda:0, mps or cpu
+print(device_name(device))                        # "NVIDIA H100 80GB HBM3" or "cpu (2 threads)"
 """
 
 import ctypes
@@ -45,9 +43,9 @@ CUDA_FIX = (
 )
 
 
-def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+def choose_device(name: str = "auto") -> torch.device:
     """The device of that name: cpu, mps, cuda, cuda:N, or auto, which is cuda where there is an NVIDIA GPU, else mps on
-    a Mac that has it. A rank gets the GPU of its `local_rank`. Raises UserError if there is no such device, or if torch
+    a Mac that has it. A rank gets the GPU of its LOCAL_RANK. Raises UserError if there is no such device, or if torch
     cannot use a GPU that is there: the run would take days on the CPU while the GPU is billed."""
     match = re.fullmatch("auto|cpu|mps|cuda(?::([0-9]+))?", name)
     if match is None:
@@ -56,8 +54,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     # No process group sends tensors of mps. Before torch 2.14, M1 and M2 get products wrong that sum over more than
     # 32,768 numbers, as the gradient of GPT-2's head does, without a word (pytorch#177116, #183535).
     has_mps = torch.backends.mps.is_available() and torch.__version__ >= "2.14" and env_number("WORLD_SIZE", 1) == 1
-    rule = "--device mps is for one process, on a Mac, by torch 2.14 or newer; use --device cpu"
-    require(name != "mps" or has_mps, rule)
+    require(name != "mps" or has_mps, "--device mps is for one process, on a Mac, with torch 2.14; use --device cpu")
 
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     has_gpu = torch.cuda.is_available() or (not is_hidden and any(glob(pattern) for pattern in NVIDIA_FILES))
@@ -66,7 +63,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     if name in ("cpu", "mps"):
         return torch.device(name)
 
-    device = torch.device("cuda", int(match[1] or local_rank))
+    device = torch.device("cuda", int(match[1] or env_number("LOCAL_RANK", 0)))
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:  # the latter if torch was built for CPUs

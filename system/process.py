@@ -28,21 +28,9 @@ from system.errors import DISK_FULL, PATH_ERRORS, TransientError, UsageError, Us
 from system.printing import env_number, printable
 
 
-def set_omp_wait_policy() -> None:
-    """Let torch's CPU threads sleep while they wait for each other, unless the user has set OMP_WAIT_POLICY. OpenMP
-    reads its environment once, so this must run before torch is imported.
-
-    Threads that spin instead are at best 1.7 times as fast for the short waits of sampling with GPT-2 124M on 2 idle
-    cores, and no faster in training. As soon as another process wants a core, such as a browser or a second rank, they
-    are several times slower in both.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def run_cli(main: Callable[[], object]) -> None:
     """Run a script's `main` and exit. What the user can fix, a UserError or a path that may not be used, becomes one
     message, never a traceback."""
-    set_omp_wait_policy()
     is_alone = threading.active_count() == 1  # the kernel of a notebook has other threads, and goes on after this
     code = run(main)
 
@@ -73,9 +61,7 @@ def run(main: Callable[[], object]) -> int:
         if isinstance(e, OSError) and e.errno in PATH_ERRORS:
             e = UserError(f"{e}; choose another path (for what is written: --out-dir or --out)")
         if isinstance(e, OSError) and e.errno in DISK_FULL:
-            e = TransientError(
-                f"{e}: the disk is full or a quota is used up; make room, then run the same command again"
-            )
+            e = TransientError(f"{e}: the disk or a quota is full; make room, then run the same command again")
         if isinstance(e, UserError):
             message = f"error: {e}"
             if not isinstance(e, TransientError):

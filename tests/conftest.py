@@ -15,12 +15,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# As the scripts set it: threads that wait do not spin, because the tests run side by side. Read when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The tests are of the CPU, whatever the machine has besides; test_cuda.py alone gives the GPUs back.
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import system  # noqa: F401  # first
+
+# isort: split
 import processes
 import pytest
 from helpers import ROOT, TINY_FLAGS, parse_config, train_quickstart, write_random_walk_shards

@@ -21,7 +21,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from networks import make_network
 
 import train_gpt2
@@ -30,7 +29,6 @@ from checkpoints.open_model import open_model
 from checkpoints.run_folder import complete_steps, model_path, optim_path
 from lifecycle.command_line import parse
 from lifecycle.stop import StopRequest
-from model import MLP
 from system import process
 from system.distributed import Runtime
 from system.errors import UserError
@@ -108,17 +106,6 @@ def err_in_update_5(change):
             embedding[9, 9] = change(embedding[9, 9])
 
     return step_with_an_error
-
-
-@contextmanager
-def drop_in_training_only(run, without):
-    """In the block, which makes a run, each MLP drops half of its output. That changes the train loss of step 0, which
-    the run `without` has, too, and not its val loss."""
-    forward = MLP.forward
-    with mock.patch.object(MLP, "forward", lambda mlp, x: F.dropout(forward(mlp, x), 0.5, mlp.training)):
-        yield
-    (loss_without, val_without, _), (loss, val, _) = load_curve(without)[0], load_curve(run)[0]
-    assert val == val_without and loss != loss_without
 
 
 @contextmanager

@@ -56,7 +56,7 @@ TABLE = """
 2 | train_gpt2.py --dry-run --eval-only                    | --eval-only
 2 | train_gpt2.py --card                                   | --card
 2 | train_gpt2.py --dry-run --card H100                    | --card
-1 | train_gpt2.py finetune --data-dir none --card H100     | in none
+1 | train_gpt2.py finetune --data-dir none --card H100     | none is not a folder of shards
 1 | train_gpt2.py quickstart --card 8xH900                 | 'H900'
 1 | train_gpt2.py gpt2-124m --card 7xH100                  | --total-batch-size 523264
 1 | train_gpt2.py --card H100 --dtype float32              | --dtype float32
@@ -66,7 +66,7 @@ TABLE = """
 1 | train_gpt2.py --resume ./rnu                           | run, small, weights
 1 | train_gpt2.py --resume weights/model_00003.pt          | weights/model_00003.pt
 1 | train_gpt2.py --resume text.txt                        | text.txt
-1 | TRAIN --model.vocab-size 100                           | size, 100
+1 | TRAIN --model.vocab-size 100                           | vocab-size 100
 1 | TRAIN --micro-batch-size 3                             | --micro-batch-size 3
 1 | TRAIN --max-steps 0 --total-batch-size 1048576         | --total-batch-size 1048576
 1 | TRAIN --device cuda                                    | --device cuda
@@ -101,7 +101,7 @@ TABLE = """
 1 | fineweb.py --source separated.txt --out NEW            | too little text in separated.txt
 1 | fineweb.py --source rows.jsonl --out NEW               | too little text in rows.jsonl
 1 | fineweb.py --source OWNER/NAME --out NEW               | 127.0.0.1:9
-1 | fineweb.py --source tiny --out NEW                     | 'tiny/*.txt'
+1 | fineweb.py --source tiny --out NEW                     | --source tiny names no file
 2 | fineweb.py --source text.txt --shard-size 1.5          | --shard-size
 2 | fineweb.py --source text.txt --limit-tokens inf        | --limit-tokens
 2 | TRAIN --batch_size 32                                  | docs/coming-from.md

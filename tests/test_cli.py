@@ -21,7 +21,6 @@ from system.process import run_cli
 def end(tmp_path, monkeypatch, capsys):
     """end(error) -> the exit code of a script whose main raises it, what it prints on stderr, and its status."""
     path = tmp_path / "status"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # run_cli would set it for good
     monkeypatch.setenv("TRAIN_STATUS_FILE", str(path))
 
     def run(error):

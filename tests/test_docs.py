@@ -209,5 +209,5 @@ def test_the_evaluation_of_changing_the_code_measures(tiny_data, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/books").symlink_to(tiny_data)
-    row, _ = evaluations.measure([evaluations.Validation(cfg), names["Books"](cfg)], trainer, "")
+    row = evaluations.measure([evaluations.Validation(cfg), names["Books"](cfg)], trainer, "")
     assert row["val_loss_books"] == row["val_loss"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from corpora import encode
-from helpers import CPU, drop_in_training_only, load_curve, load_weights, parse_config, same_bits, write_model
+from helpers import CPU, load_curve, load_weights, parse_config, same_bits, write_model
 from networks import make_network
 
 from checkpoints.run_folder import complete_steps
@@ -18,7 +18,7 @@ from evaluation import verdict
 from evaluation.evaluations import Evaluation, Samples, Validation, make_list, measure, validate
 from lifecycle import plan
 from lifecycle.build import build_trainer
-from model import GPT, Sampler
+from model import GPT, MLP, Sampler
 from system.distributed import Runtime
 from tokens import shards
 from tokens.tokenizer import EOT, encoding
@@ -117,13 +117,13 @@ def test_a_run_is_judged_by_public_runs_of_its_recipe_and_data(tmp_path, capsys,
 
 def test_a_run_that_is_off_track_can_stop_there(train, monkeypatch, capsys):
     """After the step of the second loss in a row, which is in metrics.jsonl."""
-    runs = SimpleNamespace(judge=lambda step, loss: (step not in (2, 6, 8), f"off by {loss:.3f}"))
+    runs = SimpleNamespace(expected_range=lambda step: (9, 10) if step in (2, 6, 8) else (0, 10))
     monkeypatch.setattr(verdict, "choose_reference", lambda cfg, max_steps: runs)
     run = train("run", "--val-every 2 --stop-off-track")
     output = capsys.readouterr().out
     assert "stopped by --stop-off-track at step 9 of 12" in output
     curve = load_curve(run)
-    assert sorted(curve) == list(range(10)) and f"off by {curve[8][1]:.3f}" in output
+    assert sorted(curve) == list(range(10)) and f"step 8: val {curve[8][1]:.3f}, reference 9.000" in output
     assert curve[9][1] is not None  # the weights that it leaves are measured, too
     assert complete_steps(run)[-1] == 9
 
@@ -164,9 +164,13 @@ def test_a_sample_ends_at_its_own_end_of_text(tiny_config, monkeypatch):
     assert text.splitlines()[1::2] == ["Hello world", "Hello", "Hello!!", "Hello!!"]
 
 
-def test_what_acts_in_training_only_does_not_act_in_an_evaluation(train, one_run, tmp_path):
-    with drop_in_training_only(tmp_path / "run", without=one_run):
-        train("run", "--max-steps 1")
+def test_what_acts_in_training_only_does_not_act_in_an_evaluation(train, one_run, monkeypatch):
+    """Dropout of half of each MLP's output changes the train loss of step 0, and not its val loss."""
+    forward = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda mlp, x: F.dropout(forward(mlp, x), 0.5, mlp.training))
+    loss, val_loss, _ = load_curve(train("run", "--max-steps 1"))[0]
+    loss_without, val_loss_without, _ = load_curve(one_run)[0]
+    assert val_loss == val_loss_without and loss != loss_without
 
 
 def test_a_checkpoint_has_the_weights_that_evaluations_measure(train, one_run, monkeypatch):

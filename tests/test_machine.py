@@ -67,13 +67,15 @@ def test_the_cpu_is_for_who_asks_hides_the_gpus_or_has_none(gpu, tmp_path, monke
     assert choose_device("auto").type == "cpu"
 
 
-def test_a_rank_has_the_gpu_of_its_number(gpu):
+def test_a_rank_has_the_gpu_of_its_number(gpu, monkeypatch):
     gpu("")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     for name, index in ("auto", 1), ("cuda:0", 0):
-        device = choose_device(name, local_rank=1)
+        device = choose_device(name)
         assert device.index == index and torch.cuda.set_device.call_args.args == (device,)
+    monkeypatch.setenv("LOCAL_RANK", "2")
     with refused("cuda:2"):
-        choose_device("auto", local_rank=2)
+        choose_device("auto")
 
 
 @pytest.mark.parametrize("release, variables, expected", [

@@ -22,7 +22,7 @@ def make_logger(folder, start_step=0, tracker="none"):
     folder.mkdir(exist_ok=True)
     cfg = parse_config("gpt2-124m", "--out-dir", folder, "--gpu-hour-usd 20")
     cfg = replace(cfg, tracker=tracker)  # not by its flag, which wants the tracker's package
-    return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, [], {}, start_step, 0, 7209))
+    return MetricsLogger(Run(cfg, CPU, GPT(SMALL), None, [], {}, start_step, 7209))
 
 
 # ------------------------------------------------------------------------- the console
@@ -68,8 +68,8 @@ def log_steps(folder, tracker, start_step, end_step):
     """What a run logs that starts or resumes at a step, and ends before another: samples at step 4."""
     logger = make_logger(folder, start_step, tracker)
     for step in range(start_step, end_step):
-        logger.log_texts(at(step, logger.run.cfg, 7209), {"samples": "once upon a time"} if step == 4 else {})
-        logger.write({"step": step, "train_loss": float(step), "mfu": None})
+        texts = {"samples": "once upon a time"} if step == 4 else {}
+        logger.write({"step": step, "train_loss": float(step), "mfu": None} | texts)
 
 
 def test_tensorboard_draws_each_point_once(tmp_path):

@@ -231,9 +231,3 @@ def test_a_number_that_is_not_finite_ends_all_ranks_before_the_update(plain_run,
     )
     assert output.count("error: step 0") == 2 and output.count(what) == 2 and "an update" not in output
     assert not [*(tmp_path / "run").glob("*.pt")]
-
-
-def test_a_network_that_one_rate_does_not_suit_is_named(plain_run, tmp_path, capsys):
-    for flags, is_named in ("--model.no-tied-head", False), ("--model.no-tied-head --model.embedding-norm", True):
-        assert run_main(PLAIN, *plain_run[1], flags, "--max-steps 0 --out-dir", tmp_path / f"{is_named}") == 0
-        assert ("record8-124m" in capsys.readouterr().out) == is_named

@@ -35,8 +35,8 @@ def test_a_checkpoint_is_no_larger_than_assumed(train, tiny_config, optimizer):
     run = train("run", "--max-steps 1 --optimizer", optimizer)
     size = sum(path.stat().st_size for path in run.glob("*_00001.pt"))
     cfg = tiny_config("--optimizer", optimizer)
-    model = GPT(cfg.model)
-    assumed = plan.checkpoint_bytes(build_trainer(model, cfg, CPU, 1))
+    trainer = build_trainer(GPT(cfg.model), cfg, CPU, 1)
+    assumed = trainer.state.num_bytes() + plan.optim.state_bytes(trainer.model, cfg)
     assert assumed < size < 1.25 * assumed  # beside the tensors, a tiny model has many names
 
 
@@ -58,8 +58,8 @@ def test_the_disk_must_hold_what_is_saved(tiny_config, tmp_path, monkeypatch, ro
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: disk)
     monkeypatch.setattr(plan, "complete_steps", lambda run_dir: range(there))
     cfg = tiny_config("--save-every", save_every, "--keep", keep, "--out-dir", tmp_path)
-    monkeypatch.setattr(plan, "checkpoint_bytes", lambda trainer: 1000)
-    trainer = SimpleNamespace(state=SimpleNamespace(step=step))
+    monkeypatch.setattr(plan.optim, "state_bytes", lambda model, cfg: 600)
+    trainer = SimpleNamespace(model=None, state=SimpleNamespace(step=step, num_bytes=lambda: 400))
     disk.free = saves * 1000
     plan.check_disk(cfg, trainer, 12)
     disk.free -= 1
@@ -100,7 +100,6 @@ def test_a_dry_run_counts_all_micro_steps(tiny_config, monkeypatch, capsys):
     comes once a step a second, too."""
     seconds = []  # one entry for each second that has passed
     trainer = Mock(B=2, compute_gradients=seconds.extend, update=lambda: seconds.append(1))
-    monkeypatch.setattr(plan, "checkpoint_bytes", lambda trainer: 0)
     monkeypatch.setattr(plan.time, "perf_counter", lambda: len(seconds))
     monkeypatch.setattr(plan, "build_trainer", lambda *args: trainer)
     monkeypatch.setattr(Runtime, "gather", lambda self, value: [value, value])

@@ -310,14 +310,15 @@ def test_a_fork_with_frozen_parameters_dropout_and_buffers_resumes_to_the_same_b
 
 
 class CountingAdamW(torch.optim.AdamW):
-    """An optimizer that counts its steps in its groups, as schedule-free optimizers do, and whose rate depends on the
-    count."""
+    """An optimizer that counts its steps in its groups, in a number and in a tensor, as schedule-free optimizers and
+    Prodigy do, and whose rate depends on the counts."""
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
-            group["lr"] /= group["k"]
+            group["estimate"] = group.get("estimate", torch.zeros(())) + 0.5
+            group["lr"] /= group["k"] * group["estimate"].item()
         super().step()
 
 
@@ -335,4 +336,5 @@ def test_what_an_optimizer_counts_in_its_groups_is_resumed(train_ranks, tmp_path
     train_ranks(2, "run", flags, "--resume auto", prepare=count_steps_in_groups)
     assert load_curve(tmp_path / "run") == expected
     moments = checkpoint.read_train_state(tmp_path / "run")["components"]["adamw"]
-    assert {entry["group"]["k"] for entry in moments.values()} == {6}
+    for entry in moments.values():
+        assert entry["group"] == {"k": 6, "estimate": torch.tensor(3.0)}  # and no setting

@@ -56,7 +56,8 @@ def send_signal_at(patch, stop, owner, name, call):
 
     def interrupted(*args, **kwargs):
         if next(calls) == call:
-            stop.request("signal SIGTERM", is_urgent=True)
+            stop.is_urgent = True
+            stop.request("signal SIGTERM")
         return function(*args, **kwargs)
 
     patch.setattr(owner, name, interrupted)

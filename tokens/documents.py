@@ -78,8 +78,7 @@ def read_chunks(paths: Iterable[Path], first_file: int, column: str) -> Iterator
 
 
 def explain_column(column: str, names: Iterable[str]) -> str:
-    fix = "choose one with --text-column, or join them as docs/data.md does"
-    return f"it has no column {column!r} but {', '.join(names) or 'none'}; {fix}"
+    return f"it has no column {column!r} but {', '.join(names) or 'none'}; use --text-column, or see docs/data.md"
 
 
 def explain_content(column: str, content: str) -> str:
@@ -118,8 +117,7 @@ def read_jsonl(path: Path, column: str) -> Iterator[Piece]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            problem = f"line {number} is not an object of JSON in UTF-8: {line[:80]!r}"
-            with explain_errors(problem, "correct it", ValueError, TypeError):
+            with explain_errors(f"line {number} is no JSON object: {line[:80]!r}", "correct it", ValueError, TypeError):
                 row = dict(json.loads(line))
             require(column in row, f"line {number}: {explain_column(column, row)}")
             text = row[column]
@@ -212,5 +210,4 @@ def find_reader(path: Path) -> Callable[[Path, str], Iterator[Piece]]:
     for suffix, read in READERS.items():
         if name.endswith(suffix):
             return read
-    fix = "convert it to .jsonl, an object with a text per line, or rename it to .txt if it is plain text"
-    raise UserError(f"cannot read {path}: its suffix is not one of {' '.join(READERS)}; {fix}")
+    raise UserError(f"cannot read {path}: its suffix is not one of {' '.join(READERS)}; convert it to .jsonl or .txt")

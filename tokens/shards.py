@@ -115,8 +115,7 @@ def read_shard(path: Path, sha256: str | None = None) -> np.ndarray:
     # A bit that flipped on disk leaves the size as it was: only the hash can tell.
     if sha256:
         actual = hashlib.sha256(data).hexdigest()
-        problem = f"{path} is damaged: its sha256 is {actual}, but {MANIFEST} says {sha256}"
-        require(actual == sha256, f"{problem}; remove it, and {REPAIR}")
+        require(actual == sha256, f"{path} is damaged, by its sha256 in {MANIFEST}; remove it, and {REPAIR}")
     return np.frombuffer(data, "<u2", offset=offset)
 
 
@@ -135,8 +134,8 @@ def check_ids(tokens: np.ndarray, path: str | Path, vocab_size: int = EOT + 1) -
     """Raise UserError naming shard, position and id if an id in `tokens` (n,) is not below vocab_size."""
     if tokens.max(initial=0) >= vocab_size:
         position = int(np.argmax(tokens >= vocab_size))
-        rule = f"ids must be below the vocabulary size, {vocab_size} (--model.vocab-size)"
-        raise UserError(f"{path}: token {position:,} is id {tokens[position]}, but {rule}; GPT-2's are 0 to {EOT}")
+        rule = f"not below --model.vocab-size {vocab_size}; GPT-2's are 0 to {EOT}"
+        raise UserError(f"{path}: token {position:,} is id {tokens[position]}, {rule}")
 
 
 # ------------------------------------------------------------------------- the manifest
@@ -232,11 +231,10 @@ def shard_files(data_dir: str | Path) -> list[Path]:
     """Every file in the folder that is named like a shard, in order. Raises UserError if there is no folder, or if one
     of them has a suffix that is not in FORMATS."""
     data_dir = Path(data_dir)
-    fix = f"fineweb.py makes one: python fineweb.py --source SOURCE --out {shlex.quote(str(data_dir))}"
-    if data_dir.name in READY_MADE:
-        fix = f"make it: python fineweb.py --source {data_dir.name} --out {shlex.quote(str(data_dir))}; or pull its "
-        fix += f"tokens: python hub.py pull-data {READY_MADE[data_dir.name]} {shlex.quote(str(data_dir))}"
-    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; {fix}")
+    folder = shlex.quote(str(data_dir))
+    make = f"python fineweb.py --source SOURCE --out {folder}"
+    pull = f"python hub.py pull-data {READY_MADE.get(data_dir.name, 'OWNER/NAME')} {folder}"
+    require(data_dir.is_dir(), f"{data_dir.absolute()} is not a folder of shards; make it: {make}; or pull it: {pull}")
     # By number, as x_train_1000000 comes after x_train_999999.
     numbered = []
     for path in filter(Path.is_file, data_dir.iterdir()):
@@ -273,8 +271,7 @@ def find_shards(data_dir: str | Path, split: str) -> list[ShardFile]:
     are none."""
     files = [file for file in list_shards(data_dir) if file.split == split]
     folder = Path(data_dir).absolute()
-    fix = "run the same fineweb.py command until it ends"
-    require(files, f"{folder} has no {split} shard, NAME_{split}_000001{SUFFIXES}; {fix}")
+    require(files, f"{folder} has no {split} shard, NAME_{split}_000001{SUFFIXES}; run fineweb.py until it ends")
     return files
 
 

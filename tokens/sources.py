@@ -103,9 +103,8 @@ def match_files(flag: str, words: list[str]) -> list[Path]:
         # A file whose name has glob characters in it is meant literally.
         matches = [word] if os.path.isfile(word) else sorted(glob(word, recursive=True))
         paths = [Path(match) for match in matches if os.path.isfile(match)]
-        require(paths or not os.path.isdir(word), f"{flag} {word} is a folder; name its files: '{word}/*.txt'")
         fix = f"give files, patterns such as 'my/*.txt', OWNER/NAME, or one of {KNOWN}"
-        require(paths, f"{flag} {word}: there is no such file in {os.getcwd()}; {fix}")
+        require(paths, f"{flag} {word} names no file in {os.getcwd()}; {fix}")
         files += paths
     return files
 
@@ -192,19 +191,17 @@ def describe_hub(
         sizes = {f.path: f.size for f in tree if hasattr(f, "size") and ".." not in f.path}  # folders have no size
     if chosen_split:
         splits = list_splits(repo, start, revision)
-        fix = f"choose with --split: {', '.join(splits)}"
-        require(chosen_split in splits, f"{repo} has no split {chosen_split!r} in {start or 'it'}; {fix}")
+        require(chosen_split in splits, f"{repo} has no --split {chosen_split}; choose one of {', '.join(splits)}")
         val = [] if split else [path for name in choose_val(list(splits)) for path in splits[name]]
-        paths = [*val, *splits[chosen_split]]
+        paths = splits[chosen_split]
     else:
         below = [name for name in sorted(sizes) if name.startswith(start)]
         paths = [name for name in below if name.endswith(".parquet")]
         paths = paths or [name for name in below if name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))]
         require(paths, f"{repo} has no .parquet or .jsonl whose path starts with {start}; give another --subset")
         val = choose_val(paths)
-        paths = list(dict.fromkeys([*val, *paths]))
     # A card that names a file of another place ends here.
-    files = [SourceFile(path, sizes[path]) for path in paths]
+    files = [SourceFile(path, sizes[path]) for path in dict.fromkeys([*val, *paths])]
     return Source(repo, start, revision, files, column, chosen_split, len(val))
 
 

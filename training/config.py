@@ -152,11 +152,9 @@ class TrainConfig(Recipe):
         check_settings(self)
         parse_duration(self.time_limit)
 
-        # The rules between settings.
         T, tokens = self.sequence_length, self.total_batch_size
         context = self.model.block_size
-        fix = f"use --sequence-length {context}"
-        require(T <= context, f"--sequence-length {T} exceeds the network's context, {context} tokens; {fix}")
+        require(T <= context, f"--sequence-length {T} exceeds the network's context; use --sequence-length {context}")
         fix = f"use --total-batch-size {max(1, round(tokens / T)) * T}"
         require(tokens % T == 0, f"--total-batch-size {tokens} is not a whole number of sequences of {T} tokens; {fix}")
         is_enough = self.val_tokens >= T or not self.val_every
@@ -178,16 +176,15 @@ class TrainConfig(Recipe):
         """The config stored in a checkpoint, which also stores the defaults of the version that saved it. New settings
         get their defaults. Raises UserError for values that are not valid, and for a setting that this version does not
         know, unless the setting is off."""
-        problem = "the config saved in the checkpoint is not valid here"
+        # The saved dict may hold anything.
         fix = "use the version that saved it, or start a new run with --init-from"
-        with explain_errors(problem, fix, ValueError, KeyError, TypeError):  # the saved dict may hold anything
+        with explain_errors("the saved config is not valid here", fix, ValueError, KeyError, TypeError):
             network = GPTConfig.from_dict(saved["model"], defaults["model"])
             return TrainConfig(**known_settings(TrainConfig, saved | {"model": network}, defaults))
 
 
 def settings_facts(cfg: TrainConfig) -> Facts:
-    """{flag: fact} of every setting. The settings of the network have names such as
-    --model.n-layer."""
+    """{flag: fact} of every setting, also of the network's: --model.n-layer."""
     facts = {flag(f"model.{name}"): Fact(str(value), RESULT) for name, value in dataclasses.asdict(cfg.model).items()}
     recipe = {field.name for field in dataclasses.fields(Recipe)}
     for field in dataclasses.fields(cfg):

@@ -16,12 +16,10 @@ sequence and stay unused.
 The order is a pure function of the seed and the position in the stream of sequences. The position is the number of
 sequences that the earlier steps have read. The order does not depend on ranks, micro-batch size or restarts. The epochs
 form one endless stream that has every sequence once per epoch. A step takes the next sequences of the stream and may
-straddle two epochs, so no rank runs out of data and no sequence is
-dropped at the end of an epoch.
+straddle two epochs, so no rank runs out of data and no sequence is dropped at the end of an epoch.
 
 When shuffling, each epoch visits the shards in a new order, in groups of at most SHUFFLE_POOL_TOKENS tokens (or of one
-larger shard), and the
-sequences of a group form one pool that is shuffled anew:
+larger shard), and the sequences of a group form one pool that is shuffled anew:
 
     epoch 0                                              epoch 1
     group                    group                       group

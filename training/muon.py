@@ -32,21 +32,17 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
 
-def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """The precision of the iterations on `device`: float32 if the device only emulates NEWTON_SCHULZ_DTYPE."""
-    # GPUs before Ampere and older CPUs emulate bfloat16, which is slower than float32, on some CPUs ten times slower.
-    is_fast = NEWTON_SCHULZ_DTYPE in machine.supported_dtypes(device)
-    return NEWTON_SCHULZ_DTYPE if is_fast else torch.float32
-
-
 def orthogonalize(X: Tensor) -> Tensor:
     """Move the singular values of each matrix of X (n, rows, columns) to about 1, by Newton-Schulz iterations. The
-    result has the dtype of newton_schulz_dtype."""
+    result is in bfloat16, or in float32 if the device only emulates bfloat16."""
     # Work on wide matrices, because there X X^T is the smaller product. Below, m <= k: (n, rows, columns) -> (n, m, k)
     is_tall = X.size(-2) > X.size(-1)
     if is_tall:
         X = X.mT
-    X = X.to(newton_schulz_dtype(X.device))
+
+    # GPUs before Ampere and older CPUs emulate bfloat16, which is slower than float32, on some CPUs ten times slower.
+    is_fast = NEWTON_SCHULZ_DTYPE in machine.supported_dtypes(X.device)
+    X = X.to(NEWTON_SCHULZ_DTYPE if is_fast else torch.float32)
 
     # The iterations need singular values of at most about 1: divide by the Frobenius norm, which bounds them.
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-10)
@@ -102,12 +98,11 @@ class Muon(torch.optim.Optimizer):
             buffers = [self.state[p]["momentum_buffer"] for p in params]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             torch._foreach_lerp_(gradients, buffers, group["momentum"])
-            updates = gradients
 
             # Group all matrices by shape: {(rows, columns): (weights, updates)}. Take stacked matrices apart as views,
             # such as queries, keys and values: (3C, C) -> three of (C, C)
             by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
-            for p, update in zip(params, updates, strict=True):
+            for p, update in zip(params, gradients, strict=True):
                 rows_of_each = group["matrix_rows"] or (len(p),)
                 for weight, matrix in zip(p.split(rows_of_each), update.split(rows_of_each), strict=True):
                     weights, matrices = by_shape.setdefault(weight.shape, ([], []))

@@ -137,14 +137,12 @@ GROUP = "group"  # the key in a parameter's Moments of the group values that the
 class NamedOptimizer:
     """An optimizer whose state has the names of the parameters, so the state fits any number of ranks and any order of
     the parameters. The settings of the groups are not part of the state, because they follow from the settings of the
-    run. Values that the optimizer itself changes in a group, such as a counter of steps, are part of
-    the state."""
+    run. Values that the optimizer itself changes in a group, such as a counter of steps, are part of the state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: dict[str, Tensor], rt: Runtime, is_sharded: bool):
         self.optimizer, self.rt, self.is_sharded = optimizer, rt, is_sharded
         self.local: Any = optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]  # this rank's share
         names = {weight: name for name, weight in weights.items()}
-        self.weights = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
         self.own = {names[p]: p for group in self.local.param_groups for p in group["params"]}
         self.group_of = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
         self.initial_values = {name: copy_values(group) for name, group in self.group_of.items()}
@@ -164,17 +162,16 @@ class NamedOptimizer:
 
     def changed_values(self, name: str) -> dict[str, Any]:
         """What the optimizer has changed in the group of this parameter. The rate is left out: the schedule sets it."""
-        first = self.initial_values[name]
-        values = {key: value for key, value in self.group_of[name].items() if key not in ("params", "lr")}
-        return {key: value for key, value in values.items() if key not in first or not is_equal(value, first[key])}
+        first, now = self.initial_values[name], copy_values(self.group_of[name])
+        return {key: value for key, value in now.items() if key != "lr" and not is_equal(value, first.get(key))}
 
     def load_state_dict(self, state: Moments) -> None:
         """Load copies of this rank's share. Raises ValueError if the state has other parameters."""
-        if state.keys() != self.weights.keys():
-            raise ValueError(f"it has other parameters: {', '.join(sorted(state.keys() ^ self.weights.keys()))}")
+        different = ", ".join(sorted(state.keys() ^ self.group_of.keys()))
+        if different:
+            raise ValueError(f"it has other parameters: {different}")
         for name, moments in state.items():
-            # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load its
-            # own groups.
+            # ZeroRedundancyOptimizer copies its own groups to this rank's share before each step, so load its own.
             self.group_of[name].update(copy.deepcopy(self.initial_values[name] | moments.get(GROUP, {})))
             if name in self.own:
                 tensors = {key: value for key, value in moments.items() if key != GROUP}

@@ -4,8 +4,7 @@
     trainer.set_step(now)               # the learning rates of this step (training/step.py)
     if now.is_due(cfg.save_every): ...
 
-Only `at` makes a Step. The loop, the evaluations, the log, the cost estimates and resuming use the Step that `at`
-returns. To make something else depend on the step, add a field to Step, compute the field in `at`, and
+Only `at` makes a Step. To make something else depend on the step, add a field to Step, compute the field in `at`, and
 use it in Trainer.set_step.
 
               cosine                                      trapezoid
@@ -32,8 +31,8 @@ MIN_STEPS = 20  # --epochs must give at least this many steps: fewer are too few
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run, computed from its number, the settings and max_steps. A checkpoint stores the
-    number, and the sequences read so far."""
+    """One step of a run, computed from its number, the settings and max_steps. A checkpoint stores the number, and the
+    sequences read so far."""
 
     number: int  # how many steps come before this one
     is_last: bool  # the last iteration of the loop: it saves and evaluates, and does not train

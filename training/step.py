@@ -1,14 +1,12 @@
 """One optimizer step: the gradients of a batch, clipped, and the update; and the state that must survive a kill.
 
-    trainer.set_step(now)                           # now: schedule.at(...); sets what depends on the step
-    loss, norm = trainer.compute_gradients(batch)   # batch: (micro_steps, B, T + 1), this rank's tokens
-    trainer.update()                                # or not, if the gradients are not finite
-    trainer.finish_step()
+trainer.set_step(now)                           # now: schedule.at(...); sets what depends on the step
+loss, norm = trainer.compute_gradients(batch)   # batch: (micro_steps, B, T + 1), this rank's tokens
+trainer.update()                                # or not, if the gradients are not finite
+trainer.finish_step()
 
-    saved = trainer.state.copy()                    # call it on every rank; rank 0 gets copies in host memory
-    trainer.state.load(saved)                       # on any number of ranks, with any --zero-stage
-
-lifecycle/build.py builds the trainer.
+saved = trainer.state.copy()                    # call it on every rank; rank 0 gets copies in host memory
+trainer.state.load(saved)                       # on any number of ranks, with any --zero-stage
 """
 
 from collections.abc import Iterator
@@ -43,9 +41,8 @@ class State:
     have the same components as the program that resumes from it.
     """
 
-    weights: dict[
-        str, Tensor
-    ]  # the parameters of the model or, if those are bfloat16, the weights they are rounded from
+    # The parameters of the model or, if those are bfloat16, the weights that they are rounded from.
+    weights: dict[str, Tensor]
     components: dict[str, Any]  # each optimizer, the loss scale, and what an experiment adds
     rt: Runtime
     step: int = 0  # how many steps are done
@@ -164,7 +161,6 @@ class Trainer:
             self.scaler.scale(objective / len(batch)).backward()
             local_loss += loss / len(batch)
 
-        # Undo the loss scale.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
 
