@@ -98,7 +98,7 @@ torture: .venv/.installed-dev ## inject hundreds of faults, train a long run, th
 	$(PY) tests/faults/torture.py
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-gpu-report: $(if $(QUICK),,.venv/.installed-dev) ## measure this GPU, to paste into an issue, in 30 minutes (QUICK=1: six)
+gpu-report: $(if $(QUICK),,.venv/.installed-dev) ## measure this GPU, to paste into an issue, in 30 minutes (QUICK=1: seven)
 	bench/gpu.sh
 
 # A .venv that is mounted, as in a container, cannot be removed: it is emptied.

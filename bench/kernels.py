@@ -1,9 +1,10 @@
 """Where the time of a micro-step goes, by kind of kernel, as rows of the table that `make gpu-report` prints.
 
-    python -m bench.kernels machine                 # the card, the versions, which kernel computes attention
+    python -m bench.kernels machine                 # the card and the versions
     python -m bench.kernels step [FLAGS]            # a step of two micro-steps, with flags of train_gpt2.py
 
-The second profiles a warm step, once with chunks of 8,192 rows in the head (training/head.py), once with 32,768.
+The second profiles a warm step, once with chunks of 8,192 rows in the head (training/head.py), once with 32,768. The
+row of each kind of kernel names the one that takes the most time.
 """
 
 import platform
@@ -11,20 +12,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from operator import itemgetter
 
 import torch
+from torch._dynamo.utils import counters
 from torch.autograd import DeviceType
-from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
 
 from lifecycle.build import build_trainer
 from lifecycle.command_line import parse
+from lifecycle.microbatch import estimate_bytes
 from model import GPT
 from system import distributed, machine, process
 from system.cards import total_peak_flops
 from system.distributed import Runtime
-from training.head import Loss
+from training.head import Loss, memory_bytes
 
 # By words in the names of kernels, on GPUs and CPUs; the first that fits. Those of the compiler have words of any kind.
 KINDS = {
@@ -37,7 +39,7 @@ KINDS = {
 
 # What a review expects of an H100, in ms a micro-step of 64 x 1,024 tokens of gpt2-124m.
 EXPECTED = {
-    "Triton": "36 to 42: norms and pointwise 29 to 33, head softmax 7 to 9",
+    "Triton": "38 to 44: norms and pointwise 29 to 33, head softmax 9 to 11",
     "attention": "15 to 18",
     "matmul": "76 to 85: blocks 52 to 58, head 24 to 27",
     "copies": "4 to 5, with the rest",
@@ -70,11 +72,6 @@ def describe_machine() -> None:
         print_row("device", machine.device_name(rt.device))
         cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         print_row("versions", f"Python {platform.python_version()}, torch {torch.__version__}, {cuda}")
-
-        dtype = machine.supported_dtypes(rt.device)[0]
-        q, k, v = torch.ones(3, 8, 12, 1024, 64, device=rt.device, dtype=dtype)
-        times = profile(rt, partial(scaled_dot_product_attention, q, k, v, is_causal=True))
-        print_row("attention", f"{max(times, key=lambda name: times[name]):.90}")
         if rt.device.type == "cuda":
             print_row("allocator", str(torch.cuda.memory._snapshot()["allocator_settings"]))
 
@@ -87,32 +84,47 @@ def profile_step(flags: list[str]) -> None:
         trainer = build_trainer(GPT(cfg.model), cfg, rt, max_steps=1)
         B, T = trainer.B, cfg.sequence_length
         batch = torch.randint(cfg.model.vocab_size, (2, B, T + 1)).to(torch.uint16)
+        card_bytes = memory_bytes(rt.device) if rt.device.type == "cuda" else 0
 
-        def step() -> None:
-            trainer.compute_gradients(batch)
+        def step(micro_steps: int) -> float:
+            """The seconds of a step without its update."""
+            rt.synchronize()
+            start = time.perf_counter()
+            trainer.compute_gradients(batch[:micro_steps])
             trainer.finish_step()
+            rt.synchronize()
+            return time.perf_counter() - start
 
         for rows in 8192, 32_768:
             Loss.chunk_rows = lambda self, device, rows=rows: rows  # type: ignore[assignment, misc]
-            step()  # compiles
-            step()
-            rt.synchronize()
-            start = time.perf_counter()
-            step()
-            rt.synchronize()
-            seconds = (time.perf_counter() - start) / len(batch)
+            step(2)  # compiles
+            graphs = counters["stats"]["unique_graphs"]
+            step(2)
+            seconds = {count: step(count) for count in (1, 2)}
 
-            ms = dict.fromkeys(KINDS, 0.0)
-            for name, us in profile(rt, step).items():
+            largest = {kind: ("none", 0) for kind in KINDS}  # the name of a kernel, and its microseconds
+            total_us = dict.fromkeys(KINDS, 0)
+            for name, us in profile(rt, lambda: step(2)).items():
                 kind = next(kind for kind in KINDS if any(word in name.lower() for word in KINDS[kind]))
-                ms[kind] += us / 1e3 / len(batch)
+                total_us[kind] += us
+                largest[kind] = max(largest[kind], (name, us), key=itemgetter(1))
             for kind in KINDS:
-                print_row(f"{kind}, chunks of {rows}", f"{ms[kind]:.1f} ms", EXPECTED[kind])
-            flops = trainer.model.flops_per_token(T) * B * T
-            mfu = flops / seconds / (total_peak_flops(rt) or float("nan"))
-            memory = f"peak {machine.peak_memory(rt.device) / 2**30:.1f} GiB"
-            measured = f"{1e3 * seconds:.1f} ms for {B} x {T} tokens, MFU {mfu:.1%}, {memory}"
+                measured = f"{total_us[kind] / 2e3:.1f} ms, most in {largest[kind][0]:.70}"
+                print_row(f"{kind}, chunks of {rows}", measured, EXPECTED[kind])
+            mfu = trainer.model.flops_per_token(T) * 2 * B * T / seconds[2] / (total_peak_flops(rt) or float("nan"))
+            rates = [f"{count * B * T / seconds[count]:,.0f}" for count in seconds]
+            measured = f"{500 * seconds[2]:.1f} ms for {B} x {T} tokens, MFU {mfu:.1%}"
             print_row(f"all, by the clock, chunks of {rows}", measured, EXPECTED["all"])
+            print_row(f"tokens/s of one micro-step, and of two, chunks of {rows}", " and ".join(rates))
+            recompiled = counters["stats"]["unique_graphs"] - graphs
+            print_row(f"graphs, chunks of {rows}", f"{graphs}, and {recompiled} after the first step", "0 after it")
+            memory = f"{machine.peak_memory(rt.device) / 2**30:.1f} GiB"
+            estimate = f"{estimate_bytes(trainer, B, card_bytes) / 2**30:.1f} GiB, as the micro-batch was chosen"
+            print_row(f"memory, chunks of {rows}", memory, estimate)
+
+        # Without CUDA there are no statistics.
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        print_row("pinned host memory", f"{pinned / 2**20:.0f} MiB", "less than 100 MiB")
 
 
 def main() -> None:

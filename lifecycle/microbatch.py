@@ -45,7 +45,6 @@ def choose_micro_batch_size(trainer: Trainer, max_steps: int, has_state: bool) -
     reserved_bytes = 0 if has_state else state_bytes(trainer.model, cfg, shards)
     sizes = divisors_of_share(cfg, rt.world_size, max_steps)
     asked = cfg.micro_batch_size
-    channels = cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd
     limit, ballast = MAX_AUTO_SEQUENCES, reserved_bytes
     if asked != "auto":
         sizes, limit = [asked], asked
@@ -54,15 +53,12 @@ def choose_micro_batch_size(trainer: Trainer, max_steps: int, has_state: bool) -
         # HellaSwag and fragmentation. The smallest card decides.
         card_bytes = min(rt.gather(torch.cuda.mem_get_info(rt.device)[1]))
         ballast += max(2**30, card_bytes // 25)
-        # Each try compiles, which takes a minute. So no size is tried that cannot fit beside the weights, the gradients
-        # and a chunk of the logits (training/head.py). Compiled, a block keeps 34.4 bytes per channel for the backward
-        # pass in gpt2-124m, and 36.1 in record8-124m; with --recompute at least 2, for its input.
-        others = 8 * trainer.model.num_params() + card_bytes // 24
-        limit = min(limit, (card_bytes - ballast - others) // (channels * (2 if cfg.recompute else 37)))
+        # Each try compiles, which takes a minute. So no size is tried that cannot fit.
+        sizes = [B for B in sizes if B == 1 or ballast + estimate_bytes(trainer, B, card_bytes) <= card_bytes]
     else:
         # Without a GPU, running out of memory raises no useful error. So the activations in the blocks, about 80 bytes
         # per channel, stay under 3 GB.
-        limit = min(limit, 2**25 // channels)
+        limit = min(limit, 2**25 // (cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd))
 
     # More sequences at once are faster. After a size that does not fit, the next one is at most half as large.
     for B in sizes:
@@ -72,6 +68,16 @@ def choose_micro_batch_size(trainer: Trainer, max_steps: int, has_state: bool) -
             limit = B // 2
     tokens = f"{B} x {cfg.sequence_length} tokens"
     raise UserError(f"out of memory with {tokens} at once; {MEMORY_FIX}")
+
+
+def estimate_bytes(trainer: Trainer, B: int, card_bytes: int) -> int:
+    """The memory that the passes of a compiled step take on a GPU of `card_bytes`, with micro-batches of B sequences:
+    weights, gradients, a chunk of the logits (training/head.py), and what the blocks keep for the backward pass."""
+    # A block keeps 34.4 bytes per channel in gpt2-124m, and 36.1 in record8-124m, by an offline compile; with
+    # --recompute at least 2, for its input.
+    cfg = trainer.cfg
+    kept = B * cfg.sequence_length * cfg.model.n_layer * cfg.model.n_embd * (2 if cfg.recompute else 37)
+    return 8 * trainer.model.num_params() + card_bytes // 24 + kept
 
 
 def divisors_of_share(cfg: TrainConfig, world_size: int, max_steps: int) -> list[int]:

@@ -1,6 +1,7 @@
 """The rehearsal: the micro-batch that fits in memory, and a compiler that fails."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, patch
@@ -8,8 +9,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from helpers import CPU, assert_curves_close, refused
+from networks import make_network
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from lifecycle import microbatch
+from lifecycle.build import make_loss
 from system.errors import UserError
 from system.machine import explain_out_of_memory
 from training.presets import PRESETS
@@ -127,6 +131,19 @@ def test_a_compiler_that_fails_on_a_gpu_is_an_error(monkeypatch, card, is_compil
     with pytest.raises(error, match="Failed to find C compiler") as found:
         card.choose(loss=Mock(compiles=True))
     assert is_compilers == all(word in str(found.value) for word in ("gcc python3.", "--no-compile"))
+
+
+@pytest.mark.parametrize("rt", [GPU, CPU])
+def test_more_graphs_than_the_limit_are_an_error_on_a_gpu(rt):
+    """On a CPU, torch goes on without the compiler."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False, optimize_ddp=True):
+        make_loss(make_network(), PRESETS["gpt2-124m"], rt)
+        double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)  # a graph for each size
+        for size in range(64):
+            double(torch.ones(size))
+        with pytest.raises(FailOnRecompileLimitHit) if rt is GPU else nullcontext():
+            assert double(torch.ones(64)).sum() == 128
 
 
 def take_rank_1_its_compiler():
