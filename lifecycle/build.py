@@ -61,8 +61,8 @@ def build_trainer(
         machine.keep_freed_memory()
 
     micro_steps = now.sequences // rt.world_size // trainer.B
-    batch = f"{rt.world_size} x {micro_steps} x {trainer.B} x {cfg.sequence_length}"
-    print0(f"batch      {batch} tokens (ranks x micro-steps x sequences x T)")
+    batch = f"ranks: {rt.world_size}, micro-steps: {micro_steps}, sequences: {trainer.B}"
+    print0(f"batch      {batch}, each of {cfg.sequence_length} tokens")
     return trainer
 
 
