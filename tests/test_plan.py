@@ -112,7 +112,7 @@ def test_a_dry_run_counts_all_micro_steps(tiny_config, monkeypatch, capsys):
 def test_a_dry_run_on_two_ranks_prints_one_plan(train_ranks, tmp_path):
     """It needs no data, and leaves nothing behind."""
     out = train_ranks(2, "run", "--data-dir nowhere --dry-run")
-    assert "2 x 1 x 4 x 32" in out and out.count("12 steps take") == 1
+    assert "ranks: 2, micro-steps: 1, sequences: 4, each of 32 " in out and out.count("12 steps take") == 1
     assert not (tmp_path / "run").exists()
 
 
