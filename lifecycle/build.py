@@ -55,6 +55,11 @@ def build_trainer(
         trainer.B = choose_micro_batch_size(trainer, max_steps, has_state=saved is not None)
         trainer.ddp_loss = wrap_in_ddp(loss, rt)
 
+    # Each step allocates the same large tensors again, which on a CPU costs time. The rehearsal comes before: what the
+    # compiler allocates would split the freed memory, and the tensors of the first step would need more.
+    if rt.device.type == "cpu":
+        machine.keep_freed_memory()
+
     micro_steps = now.sequences // rt.world_size // trainer.B
     batch = f"{rt.world_size} x {micro_steps} x {trainer.B} x {cfg.sequence_length}"
     print0(f"batch      {batch} tokens (ranks x micro-steps x sequences x T)")
@@ -81,10 +86,6 @@ def make_weights(model: GPT, cfg: TrainConfig, rt: Runtime) -> dict[str, torch.T
 def make_loss(model: GPT, cfg: TrainConfig, rt: Runtime) -> Loss:
     """The loss of training and validation, compiled if it can be. HellaSwag, samples and checkpoints use the model
     itself."""
-    # Each step allocates the same large tensors again, which on a CPU costs time.
-    if rt.device.type == "cpu":
-        machine.keep_freed_memory()
-
     if not (cfg.compile and machine.can_compile(rt.device)):
         return Loss(model, compiles=False)
 
