@@ -73,6 +73,7 @@ gpt2-124m: NEEDS_GB = 30
 record8-124m: DATA = data/fineweb
 record8-124m: TOKENS = kjj0/fineweb10B-gpt2 $(DATA) --limit-shards 25
 record8-124m: NEEDS_GB = 12
+MAKE_TOKENS = type this again, or remove $(DATA) and make the tokens: $(PY) fineweb.py --source $(notdir $(DATA))
 gpt2-124m record8-124m: .venv/.installed ## on a machine with GPUs: install, check, price, fetch the data, start train.sh
 	@[ -n "$(NVIDIA)" ] || { echo 'error: this machine has no NVIDIA GPU; on a CPU: make quickstart' >&2; exit 1; }
 	@[ -e $(DATA) ] || [ "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -gt $(NEEDS_GB)000000 ] || \
@@ -81,8 +82,10 @@ gpt2-124m record8-124m: .venv/.installed ## on a machine with GPUs: install, che
 	[ -e log/$@/config.json ] || $(PY) -m torch.distributed.run --standalone --nproc_per_node="$${NPROC:-gpu}" \
 		train_gpt2.py $@ --dry-run $${GPU_HOUR_USD:+--gpu-hour-usd $$GPU_HOUR_USD} $(TRAIN_ARGS)
 	$(PY) hellaswag.py
-	[ -e $(DATA)/manifest.json ] || [ -e $(DATA)/.pulled ] || { $(PY) hub.py pull-data $(TOKENS) && \
-		touch $(DATA)/.pulled; } || { echo 'to make them instead: .venv/bin/python fineweb.py --out $(DATA)'; exit 1; }
+	if [ ! -e $(DATA)/manifest.json ] && [ ! -e $(DATA)/.pulled ]; then \
+		$(PY) hub.py pull-data $(TOKENS) || { echo '$(MAKE_TOKENS)'; exit 1; }; \
+		touch $(DATA)/.pulled; \
+	fi
 	./train.sh $@ $(TRAIN_ARGS)
 
 test: .venv/.installed-dev ## the tests but the slow ones, on the CPU and offline (one file: PYTEST_ARGS=tests/test_optim.py)

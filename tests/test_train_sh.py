@@ -353,7 +353,7 @@ def test_the_lines_of_the_weekend_prepare_a_machine_and_start(pod):
     for lacking in {"nvidia": ""}, {"FREE": "20000000"}:
         assert type_lines(**lacking).returncode and not pod.read("prepared")
     failed = type_lines(PREPARING="[[ $* != *pull-data* ]]")
-    assert failed.returncode and "fineweb.py --out data/fineweb-edu" in failed.stdout and not pod.read("starts")
+    assert failed.returncode and "fineweb.py --source fineweb-edu" in failed.stdout and not pod.read("starts")
     assert pod.read("prepared") == PREPARED
 
     (project / "log/gpt2-124m").mkdir(parents=True)
