@@ -139,7 +139,8 @@ def find_finished(out: Path, planned: Manifest) -> Manifest:
     changed = {name: f"with {name} {before[name]}, not {now[name]}" for name in names if before[name] != now[name]}
     if "revision" in changed:
         changed["revision"] = "from other files"
-    require(not changed, f"{out.absolute()} was made {', '.join(sorted(changed.values()))}; choose another --out")
+    fix = "choose another --out, or remove that folder"
+    require(not changed, f"{out.absolute()} was made {', '.join(sorted(changed.values()))}; {fix}")
 
     # A shard that is missing or has another size is made again, and all later ones. (Other damage is found by the hash,
     # whenever a shard is read.)
