@@ -296,11 +296,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "out_dir": {"type": Path, "help": "the folder to write"},
     "--public": {"action": "store_true", "help": "create a public repository, or push to one that is public"},
     "--limit-shards": {"type": int, "metavar": "N", "help": "the first N for training, and those for val"},
-    "--steps": {
-        "choices": ("newest", "best", "all"),
-        "default": "newest",
-        "help": "best: by val loss",
-    },
+    "--steps": {"choices": ("newest", "best", "all"), "default": "newest", "help": "best: by val loss"},
     "--with-optimizer": {"action": "store_true", "help": "also what --resume needs of the newest step"},
 }
 

@@ -137,7 +137,9 @@ def score(model: GPT, examples: list[Example], rt: Runtime) -> Tensor:
     losses = torch.zeros(len(texts), device=rt.device)
     with rt.autocast(), sdpa_kernel(ANY_LENGTH_KERNELS):
         for i in rt.each_batch(range(0, len(batches), rt.world_size), "hellaswag"):
-            for batch in batches[i + rt.rank :][:1]:  # none after the last one
+            own = i + rt.rank
+            if own < len(batches):
+                batch = batches[own]
                 ids, targets = make_batch([texts[i] for i in batch], model.config.block_size)
                 losses[batch] = batch_losses(model, ids.to(rt.device), targets.to(rt.device))
 

@@ -72,9 +72,10 @@ def print_plan(cfg: TrainConfig, rt: Runtime, model: GPT, data: Loader | None, n
     epoch_tokens = data.order.sequences_per_epoch * data.T  # of whole sequences
     epochs = at(max_steps, cfg, max_steps).sequences_before * data.T / epoch_tokens
     print0(f"data       {cfg.data_dir}: {epoch_tokens:,} tokens in {len(data.files)} shards, read {epochs:.2f} times")
+    is_presets_length = cfg.preset in PRESETS and cfg.max_steps == PRESETS[cfg.preset].max_steps
     if epochs > MAX_EPOCHS and not cfg.overfit_single_batch:
         print0(f"warning: more than {MAX_EPOCHS} times teaches little; to read them less often: --max-steps")
-    elif epochs > 1.05 and cfg.preset in PRESETS and 0 < cfg.max_steps == PRESETS[cfg.preset].max_steps:
+    elif epochs > 1.05 and cfg.max_steps and is_presets_length:
         problem = f"one epoch of this data has {max_steps / epochs:,.0f} steps, but {cfg.preset} takes {max_steps:,}"
         print0(f"warning: {problem}; use more shards, or --epochs 1")
     manifest = read_manifest(cfg.data_dir)
