@@ -201,7 +201,8 @@ def check_changes(old_facts: Facts, facts: Facts, saved: dict[str, Any], cfg: Tr
             print0(f"resume: {name}: {old_value} -> {new_value}")
 
     # A longer run has a longer schedule, in which the rate of this step may be higher.
-    old_lr, lr = (c.max_lr * lr_factor(step, n, c) for c, n in ((old, saved["max_steps"]), (cfg, max_steps)))
+    old_lr = old.max_lr * lr_factor(step, saved["max_steps"], old)
+    lr = cfg.max_lr * lr_factor(step, max_steps, cfg)
     if lr != old_lr:
         print0(f"resume: the learning rate of step {step}: {old_lr:.3g} -> {lr:.3g}")
 
