@@ -33,14 +33,19 @@ def run_cli(main: Callable[[], object]) -> None:
     message, never a traceback."""
     is_alone = threading.active_count() == 1  # the kernel of a notebook has other threads, and goes on after this
     code = run(main)
+    # What a full disk or a closed pipe has not taken stays in a buffer, which Python would flush at exit, and exit with
+    # 120.
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     # With ranks, or threads that this script has left, skip the interpreter's shutdown: there a thread that tokenizes
     # or reads aborts the process, and gloo has been seen to abort, or to wait forever for a dead rank.
     has_left_threads = is_alone and threading.active_count() > 1
     if has_left_threads or env_number("WORLD_SIZE", 1) > 1:
         atexit._run_exitfuncs()
-        with suppress(OSError):
-            sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -53,8 +58,6 @@ def run(main: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:
-        # Python would fail again at exit, when it flushes output that nobody reads.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
     except Exception as e:
         message, status = traceback.format_exc(), "system_error"

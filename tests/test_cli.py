@@ -84,7 +84,7 @@ def run_program(script, redirection="", **env):
     """A Python program as a main of run_cli, started by a shell."""
     program = f"from system.process import run_cli; run_cli(lambda: exec({script!r}, {{}}))"
     command = f"{shlex.join([sys.executable, '-c', program])} {redirection}"
-    env = {**os.environ, **env}
+    env = {**os.environ, "PYTHONUNBUFFERED": "", **env}  # buffered, as in a terminal
     return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
 
 
